@@ -4,6 +4,7 @@
 // Longer than 350 lines, because all checks belong to one call.
 #pragma once
 #include <algorithm>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -84,13 +85,13 @@ class ProgramArguments {
   void check_last(const Tensors& last) const {
     check_count("last", last.size(), program_.carries.size());
     for (size_t j = 0; j < last.size(); ++j) {
-      check("last", last[j], {batch_, program_.carries[j].width}, true, known_.dtype);
+      check({"last"}, last[j], {batch_, program_.carries[j].width}, true, known_.dtype);
     }
   }
   // What backward needs besides.
   void check_gradients(const ProgramGradients& g) const {
     if (!kept_widths_.empty()) check_kept(call_.kept);
-    const std::vector<int64_t> whole{seq_len_, batch_};
+    const Shape whole{seq_len_, batch_};
     check_wanted("grad_sequences", g.sequences, program_.sequences, whole, false, known_.dtype);
     check_wanted("grad_inputs", g.inputs, program_.inputs, whole, true, known_.dtype);
     check_wanted("grad_vectors", g.vectors, program_.vectors, {}, true, sum_dtype());
@@ -105,9 +106,9 @@ class ProgramArguments {
       const program::ResetKind kind = kind_of(j);
       FUSEDRNN_CHECK(has_values(kind), "grad_reset_to[", j, "] must be empty, as reset_to is");
       if (kind == program::ResetKind::Steps) {
-        check("grad_reset_to", g.reset_to[j], {seq_len_, batch_, widths[j]}, true, known_.dtype);
+        check({"grad_reset_to"}, g.reset_to[j], {seq_len_, batch_, widths[j]}, true, known_.dtype);
       } else {
-        check("grad_reset_to", g.reset_to[j], {batch_, widths[j]}, true, sum_dtype());
+        check({"grad_reset_to"}, g.reset_to[j], {batch_, widths[j]}, true, sum_dtype());
       }
     }
   }
@@ -245,44 +246,65 @@ class ProgramArguments {
     FUSEDRNN_CHECK(count == expected, name, " must have ", expected,
                    " tensors for this program, got ", count);
   }
-  void check(const std::string& name, const Tensor& tensor, const std::vector<int64_t>& shape,
-             bool is_contiguous, ScalarType dtype) const {
-    const torch::headeronly::IntHeaderOnlyArrayRef expected(shape.data(), shape.size());
-    FUSEDRNN_CHECK(tensor.dim() == int64_t(shape.size()) && has_shape(tensor, shape), name,
-                   " must have shape ", shape_text(expected), ", got ", shape_text(tensor.sizes()));
-    FUSEDRNN_CHECK(tensor.scalar_type() == dtype, name, " must be ",
-                   torch::headeronly::toString(dtype), ", got ",
-                   torch::headeronly::toString(tensor.scalar_type()));
-    FUSEDRNN_CHECK(tensor.device() == device_, name, " must be on the device of the other tensors");
-    FUSEDRNN_CHECK(!is_contiguous || tensor.is_contiguous(), name, " must be contiguous");
+  // What an error calls a tensor, of which there mostly is none.
+  struct Name {
+    const char* list;
+    size_t i = SIZE_MAX;
+  };
+  static std::string name_of(const Name& name) {
+    if (name.i == SIZE_MAX) return name.list;
+    return std::string(name.list) + "[" + text_of(name.i) + "]";
   }
-  static std::string entry(const char* name, size_t i) {
-    return std::string(name) + "[" + text_of(i) + "]";
+  // At most three sizes, in no memory of its own.
+  struct Shape {
+    int64_t sizes[3] = {};
+    size_t dims = 0;
+
+    Shape(std::initializer_list<int64_t> given) {
+      for (const int64_t size : given) sizes[dims++] = size;
+    }
+    Shape with(int64_t size) const {
+      Shape longer = *this;
+      longer.sizes[longer.dims++] = size;
+      return longer;
+    }
+  };
+
+  void check(const Name& name, const Tensor& tensor, const Shape& shape, bool is_contiguous,
+             ScalarType dtype) const {
+    const auto sizes = tensor.sizes();
+    if (!std::equal(sizes.begin(), sizes.end(), shape.sizes, shape.sizes + shape.dims)) {
+      fail(name_of(name), " must have shape ", shape_text({shape.sizes, shape.dims}), ", got ",
+           shape_text(sizes));
+    }
+    if (tensor.scalar_type() != dtype) {
+      fail(name_of(name), " must be ", torch::headeronly::toString(dtype), ", got ",
+           torch::headeronly::toString(tensor.scalar_type()));
+    }
+    if (tensor.device() != device_) {
+      fail(name_of(name), " must be on the device of the other tensors");
+    }
+    if (is_contiguous && !tensor.is_contiguous()) fail(name_of(name), " must be contiguous");
   }
   // Checks tensors of the shape (*leading, width) each.
   void check_all(const char* name, const Tensors& tensors, const std::vector<int64_t>& widths,
-                 const std::vector<int64_t>& leading, bool is_contiguous, ScalarType dtype) const {
+                 const Shape& leading, bool is_contiguous, ScalarType dtype) const {
     check_count(name, tensors.size(), widths.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
-      std::vector<int64_t> shape = leading;
-      shape.push_back(widths[i]);
-      check(entry(name, i), tensors[i], shape, is_contiguous, dtype);
+      check({name, i}, tensors[i], leading.with(widths[i]), is_contiguous, dtype);
     }
   }
   void check_all(const char* name, const Tensors& tensors, const std::vector<int64_t>& widths,
-                 const std::vector<int64_t>& leading, bool is_contiguous = false) const {
+                 const Shape& leading, bool is_contiguous = false) const {
     check_all(name, tensors, widths, leading, is_contiguous, known_.dtype);
   }
   // The same for tensors that may be empty.
   void check_wanted(const char* name, const Tensors& tensors, const std::vector<int64_t>& widths,
-                    const std::vector<int64_t>& leading, bool is_contiguous,
-                    ScalarType dtype) const {
+                    const Shape& leading, bool is_contiguous, ScalarType dtype) const {
     check_count(name, tensors.size(), widths.size());
     for (size_t i = 0; i < tensors.size(); ++i) {
       if (is_none(tensors[i])) continue;
-      std::vector<int64_t> shape = leading;
-      shape.push_back(widths[i]);
-      check(entry(name, i), tensors[i], shape, is_contiguous, dtype);
+      check({name, i}, tensors[i], leading.with(widths[i]), is_contiguous, dtype);
     }
   }
 
@@ -321,14 +343,14 @@ class ProgramArguments {
     for (const program::Product& product : program_.products) {
       const Tensor& weight = weights[size_t(product.weight)];
       if (is_gradient && is_none(weight)) continue;
-      const std::string of = entry(name, size_t(product.weight));
+      const Name of{name, size_t(product.weight)};
       check(of, weight, {product.terms, product.columns}, false, dtype);
       if (!is_gradient) continue;
       const auto lies = [&](int64_t row_stride, int64_t column_stride) {
         return (weight.size(0) == 1 || weight.stride(0) == row_stride) &&
                (weight.size(1) == 1 || weight.stride(1) == column_stride);
       };
-      FUSEDRNN_CHECK(lies(product.columns, 1) || lies(1, product.terms), of,
+      FUSEDRNN_CHECK(lies(product.columns, 1) || lies(1, product.terms), name_of(of),
                      " must be contiguous, or its transpose must be");
     }
   }
@@ -345,19 +367,19 @@ class ProgramArguments {
                      "reset_kinds must be in [0, ", int64_t(program::ResetKind::Keep), "], got ",
                      kind);
       if (!has_values(kind_of(j))) {
-        FUSEDRNN_CHECK(is_none(to), entry("reset_to", j), " must be empty for kind ", kind,
+        FUSEDRNN_CHECK(is_none(to), name_of(Name{"reset_to", j}), " must be empty for kind ", kind,
                        ", got ", shape_text(to.sizes()));
       } else if (kind_of(j) == program::ResetKind::Steps) {
-        check(entry("reset_to", j), to, {seq_len_, batch_, width}, false, known_.dtype);
+        check({"reset_to", j}, to, {seq_len_, batch_, width}, false, known_.dtype);
       } else {
         const bool is_one_row = to.dim() == 2 && to.size(0) == 1;
-        check(entry("reset_to", j), to, {is_one_row ? 1 : batch_, width}, false, known_.dtype);
+        check({"reset_to", j}, to, {is_one_row ? 1 : batch_, width}, false, known_.dtype);
       }
     }
   }
   void check_masks() {
     if (call_.reset) {
-      check("reset", *call_.reset, {seq_len_, batch_}, true, ScalarType::Bool);
+      check({"reset"}, *call_.reset, {seq_len_, batch_}, true, ScalarType::Bool);
     }
     full_steps_ = seq_len_;
     if (!call_.lengths) return;

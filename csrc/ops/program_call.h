@@ -126,10 +126,11 @@ Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_st
       saved.push_back(allocate(call.none, shape, call.sum_dtype(), "sums of products"));
     }
   }
-  program_forward_operator<Platform>(
-      program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-      reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
-      call.flat_ones(sequences, {seq_len, batch}), call.flat_ones(last, {batch}), kept, saved);
+  run_program_forward<Platform>(
+      {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
+       reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
+       call.flat_ones(sequences, {seq_len, batch}), kept, saved},
+      call.flat_ones(last, {batch}));
   Tensors results = sequences;
   for (const Tensors* more : std::initializer_list<const Tensors*>{&last, &kept, &saved}) {
     results.insert(results.end(), more->begin(), more->end());
@@ -190,13 +191,13 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   const auto part = [&](size_t first, size_t size) {
     return Tensors(kept.begin() + int64_t(first), kept.begin() + int64_t(first + size));
   };
-  program_backward_operator<Platform>(
-      program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-      reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
-      call.flat_ones(part(0, sequences), {seq_len, batch}), part(sequences, carries),
-      part(sequences + carries, kept.size() - sequences - carries), of_sequences, of_last,
-      of_inputs, of_carries, of_constants.weights, of_constants.vectors,
-      Tensors(states, call.none));
+  run_program_backward<Platform>(
+      {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
+       reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
+       call.flat_ones(part(0, sequences), {seq_len, batch}), part(sequences, carries),
+       part(sequences + carries, kept.size() - sequences - carries)},
+      {of_sequences, of_last, of_inputs, of_carries, of_constants.weights, of_constants.vectors,
+       Tensors(states, call.none)});
 
   // As the step has them.
   const auto like = [&](const Tensor& gradient, const Tensor& tensor) {

@@ -10,16 +10,10 @@
 
 namespace fusedrnn {
 
-// The operator `program_forward`.  Its arguments are the schema's, in the same order.
+// Takes the steps of a call.
+// last: memory for the carries after them.
 template <class Platform>
-void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, Tensors weights,
-                              Tensors vectors, Tensors reset_to, std::vector<int64_t> reset_kinds,
-                              MaybeTensor lengths, MaybeTensor reset, MaybeTensor seed,
-                              int64_t stream, int64_t first_step, bool reverse, int64_t chunk,
-                              Tensors sequences, Tensors last, Tensors kept, Tensors saved) {
-  const ProgramCall call{program,     inputs,  carries,   weights, vectors, reset_to,
-                         reset_kinds, lengths, reset,     seed,    stream,  first_step,
-                         reverse,     chunk,   sequences, kept,    saved};
+void run_program_forward(const ProgramCall& call, const Tensors& last) {
   ProgramArguments args(call, /*is_backward=*/false);
   args.check_last(last);
   if (args.batch() == 0) return;
@@ -40,31 +34,32 @@ void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, 
   });
 }
 
+// The operator `program_forward`.  Its arguments are the schema's, in the same order.
+template <class Platform>
+void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, Tensors weights,
+                              Tensors vectors, Tensors reset_to, std::vector<int64_t> reset_kinds,
+                              MaybeTensor lengths, MaybeTensor reset, MaybeTensor seed,
+                              int64_t stream, int64_t first_step, bool reverse, int64_t chunk,
+                              Tensors sequences, Tensors last, Tensors kept, Tensors saved) {
+  run_program_forward<Platform>(
+      {program, inputs, carries, weights, vectors, reset_to, reset_kinds, lengths, reset, seed,
+       stream, first_step, reverse, chunk, sequences, kept, saved},
+      last);
+}
+
 // Zeroes gradients that no row gives anything to.
 inline void zero_all(const Tensors& tensors) {
   for (Tensor tensor : tensors) torch::stable::zero_(tensor);
 }
 
-// The operator `program_backward`.  Its arguments are the schema's, in the same order.
+// Computes gradients of a call.
 template <class Platform>
-void program_backward_operator(int64_t program, Tensors inputs, Tensors carries, Tensors weights,
-                               Tensors vectors, Tensors reset_to, std::vector<int64_t> reset_kinds,
-                               MaybeTensor lengths, MaybeTensor reset, MaybeTensor seed,
-                               int64_t stream, int64_t first_step, bool reverse, int64_t chunk,
-                               Tensors sequences, Tensors kept, Tensors saved,
-                               Tensors grad_sequences, Tensors grad_last, Tensors grad_inputs,
-                               Tensors grad_carries, Tensors grad_weights, Tensors grad_vectors,
-                               Tensors grad_reset_to) {
-  const ProgramCall call{program,     inputs,  carries,   weights, vectors, reset_to,
-                         reset_kinds, lengths, reset,     seed,    stream,  first_step,
-                         reverse,     chunk,   sequences, kept,    saved};
-  const ProgramGradients given{grad_sequences, grad_last,    grad_inputs,  grad_carries,
-                               grad_weights,   grad_vectors, grad_reset_to};
+void run_program_backward(const ProgramCall& call, const ProgramGradients& given) {
   ProgramArguments args(call, /*is_backward=*/true);
   args.check_gradients(given);
   if (args.batch() == 0) {
-    zero_all(grad_weights);
-    return zero_all(grad_vectors);
+    zero_all(given.weights);
+    return zero_all(given.vectors);
   }
   Platform platform(args.like(), Tuning::of(0));
   args.place(platform);
@@ -82,6 +77,23 @@ void program_backward_operator(int64_t program, Tensors inputs, Tensors carries,
           .run(workspace.mutable_data_ptr());
     });
   });
+}
+
+// The operator `program_backward`.  Its arguments are the schema's, in the same order.
+template <class Platform>
+void program_backward_operator(int64_t program, Tensors inputs, Tensors carries, Tensors weights,
+                               Tensors vectors, Tensors reset_to, std::vector<int64_t> reset_kinds,
+                               MaybeTensor lengths, MaybeTensor reset, MaybeTensor seed,
+                               int64_t stream, int64_t first_step, bool reverse, int64_t chunk,
+                               Tensors sequences, Tensors kept, Tensors saved,
+                               Tensors grad_sequences, Tensors grad_last, Tensors grad_inputs,
+                               Tensors grad_carries, Tensors grad_weights, Tensors grad_vectors,
+                               Tensors grad_reset_to) {
+  run_program_backward<Platform>(
+      {program, inputs, carries, weights, vectors, reset_to, reset_kinds, lengths, reset, seed,
+       stream, first_step, reverse, chunk, sequences, kept, saved},
+      {grad_sequences, grad_last, grad_inputs, grad_carries, grad_weights, grad_vectors,
+       grad_reset_to});
 }
 
 // Counts the workspace of a program before there are tensors.  As WorkspaceCount in

@@ -177,6 +177,7 @@ class MadeOfConstants {
     FUSEDRNN_CHECK(
         own.dim() == 2 && own.size(1 - row) == side.columns && own.size(row) - terms >= side.first,
         "a weight cannot be made of ", shape_text(own.sizes()));
+    if (row == 0 && own.size(0) == terms) return own;
     const int64_t stride = own.stride(row);
     return view(own, {terms, side.columns}, {stride, own.stride(1 - row)}, side.first * stride);
   }
@@ -198,6 +199,7 @@ class MadeOfConstants {
     const Tensor& own = constant(side);
     FUSEDRNN_CHECK(own.dim() == 1 && own.size(0) - side.columns >= side.first,
                    "a vector cannot be made of ", shape_text(own.sizes()));
+    if (own.size(0) == side.columns) return own;
     return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
   }
   Tensor term(const std::vector<Side>& sides) const {

@@ -48,7 +48,15 @@ class Call(Protocol):
 _LONGEST_WAIT = 10.0
 """Seconds of a fork: a trace may wait for what the forking thread holds."""
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    call: Call | None = None
+    setting: Any = None
+    """Of torch.compile, to be given back."""
+    lock: Any = None
+
+
+_thread = _Thread()
 
 
 class CompiledStep:
@@ -84,7 +92,7 @@ class CompiledStep:
             Refusal: torch.compile cannot take the step.
             Exception: What ``call.run`` raises.
         """
-        outer, _thread.call = getattr(_thread, "call", None), call
+        outer, _thread.call = _thread.call, call
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(True)  # one graph, whether gradients are wanted or not
         try:
@@ -107,7 +115,8 @@ class CompiledStep:
         finally:
             torch._C._set_grad_enabled(was_enabled)
             _thread.call = outer
-            _end_of_trace()
+            if _thread.setting is not None:
+                _end_of_trace()
         if not call.has_run:  # torch.compile has left it to Python, for one step
             raise Refusal("torch.compile is switched off")
         return made
@@ -153,13 +162,15 @@ class CompiledStep:
         _thread.setting.__enter__()
 
         def run(*args: Any) -> list[Tensor]:
-            _end_of_trace()
-            call: Call | None = getattr(_thread, "call", None)
+            if _thread.setting is not None:
+                _end_of_trace()
+            call = _thread.call
             if call is None:
                 raise RuntimeError("fusedrnn: a compiled step was called by itself")
             call.has_run = True
             if call.made is None:
-                graph.know(args, call.inputs_seen, call.states_seen)
+                if not graph.is_known:
+                    graph.know(args, call.inputs_seen, call.states_seen)
                 call.made = call.run(graph, args)
             return call.made
 
@@ -168,9 +179,8 @@ class CompiledStep:
 
 def _end_of_trace() -> None:
     """Gives torch.compile's setting back."""
-    setting = getattr(_thread, "setting", None)
+    setting, _thread.setting = _thread.setting, None
     if setting is not None:
-        _thread.setting = None
         setting.__exit__(None, None, None)
 
 
@@ -199,7 +209,7 @@ def _quiet_torch() -> None:
         return
 
     def of_others(*given: Any, **options: Any) -> None:
-        if getattr(_thread, "call", None) is None:
+        if _thread.call is None:
             warn(*given, **options)
 
     of_others.of_others = warn  # type: ignore[attr-defined]
@@ -218,14 +228,13 @@ def _wait_for_trace() -> None:
 
 
 def _go_on_in_parent() -> None:
-    lock = getattr(_thread, "lock", None)  # none if this was imported while a thread has forked
-    if lock is not None:
-        lock.release()
+    if _thread.lock is not None:  # it is None if this was imported while a thread has forked
+        _thread.lock.release()
 
 
 def _go_on_in_child() -> None:
     _go_on_in_parent()
-    if getattr(_thread, "lock", None) is None and _tracer() is not None:
+    if _thread.lock is None and _tracer() is not None:
         _tracer().compile_lock = threading.RLock()
 
 

@@ -73,6 +73,8 @@ class StepGraph:
         of it in each process."""
         _forget_origin(self.module)
         self._roles: list[tuple[str, int]] = []
+        self.is_known = False
+        """Whether somebody has said what the inputs are."""
         self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
         self.programs: dict[Any, Any] = {}
         """What has been found for it, by the numbers of calls: programs, or why there are none."""
@@ -95,8 +97,6 @@ class StepGraph:
         Args:
             inputs, states: The stand-ins among them.
         """
-        if self._roles:
-            return
         x = {id(leaf): i for i, leaf in enumerate(inputs)}
         state = {id(leaf): i for i, leaf in enumerate(states)}
         roles, constants, numbers, floats = list[tuple[str, int]](), 0, 0, set(self._float_at)
@@ -124,6 +124,7 @@ class StepGraph:
         self.dtype = states[0].dtype
         self._is_on_cpu = states[0].device.type == "cpu"
         self._roles, self._values = roles, []  # which hold all that torch.compile knew
+        self.is_known = True
 
     @property
     def names(self) -> list[str]:
@@ -149,6 +150,10 @@ class StepGraph:
         if floats_are_tensors:
             return Given((*constants, *floats), numbers)
         return Given(tuple(constants), (*[one.item() for one in floats], *numbers))
+
+    def results(self, outputs: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+        """What torch.compile's graph returns."""
+        return [(outputs if is_output else state)[place] for is_output, place in self.outs]
 
     @property
     def has_floats(self) -> bool:

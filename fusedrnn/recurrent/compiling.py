@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import _helpers as helpers
 from .closures import held_by
+from .noise import Seed
 from .obstacles import obstacle_around, obstacle_of, obstacle_to_programs, unusual_weight
 from .program_call import Call
 from .program_function import run_program
@@ -131,18 +132,32 @@ class Compiling:
     def __reduce__(self) -> Any:
         return Compiling, ()
 
-    def run(
-        self, user: User, call: SequenceCall, options: Options, kind: Kind | None = None
-    ) -> tuple[Any, Any]:
+    def run(self, user: User, call: SequenceCall, options: Options) -> tuple[Any, Any]:
         """Output and last state of a whole sequence, as the step returns them.
-
-        Args:
-            kind: That of the call, if one like it has run.
 
         Raises:
             NoProgram: Steps in Python are to be taken.
         """
-        return self._through(user, call, options, _Running, kind)
+        return self._through(user, call, options, _Running)
+
+    def again(
+        self, kind: Kind, inputs: Leaves, state: Leaves, seed: Seed
+    ) -> tuple[Any, Any] | None:
+        """The same of a call like one that has run; None if everything is to be looked at."""
+        step = self._step
+        if self._refused or step is None or not self._is_as_before(step, kind.user):
+            return None
+        if obstacle_around(kind.call.device):
+            return None
+        is_inference = torch.is_inference_mode_enabled()
+        running = _Again(kind, inputs, state, seed, step, is_inference)
+        try:
+            if not is_inference:
+                return step(running, *kind.given)
+            with torch.inference_mode(False):
+                return step(running, *kind.given)
+        except (_refusal(), NoProgram, _OfOneRow):
+            return None
 
     def kind_of(self, user: User, call: SequenceCall, options: Options) -> Kind:
         """For calls like one that has run."""
@@ -180,9 +195,8 @@ class Compiling:
         call: SequenceCall,
         options: Options,
         way: type[_Running],
-        kind: Kind | None = None,
     ) -> tuple[Any, Any]:
-        if obstacle := obstacle_around(call.device) if kind else obstacle_to_programs(call):
+        if obstacle := obstacle_to_programs(call):
             raise NoProgram(obstacle)
         # A function that is defined anew in each call has what others of its code have found.
         known = _steps.refusals(user) if self._is_new else self._refused
@@ -193,7 +207,7 @@ class Compiling:
                 raise NotCompiled(refused.reason)
         is_inference = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else nullcontext():
-            made = self._take(user, call, options, way, kind, is_inference)
+            made = self._take(user, call, options, way, is_inference)
         self._was_compiled = True
         return made
 
@@ -203,17 +217,16 @@ class Compiling:
         call: SequenceCall,
         options: Options,
         way: type[_Running],
-        kind: Kind | None,
         is_inference: bool,
     ) -> tuple[Any, Any]:
         from .._front.graph import Refusal
 
         for _ in range(4):
             step = self._step_of(user)
-            seen = kind.seen if kind else self._seen(call, call.rows)
-            running = way(user, call, options, step, seen, is_inference, kind=kind)
+            seen = self._seen(call, call.rows)
+            running = way(user, call, options, step, seen, is_inference)
             try:
-                return step(running, *(kind.given if kind else user.arguments(*seen)))
+                return step(running, *user.arguments(*seen))
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
             except Refusal as error:
@@ -406,7 +419,6 @@ class _Running:
         seen: Seen,
         is_inference: bool,
         is_many: bool = False,
-        kind: Kind | None = None,
     ) -> None:
         self.user, self.call, self._options, self._step = user, call, options, step
         self.inputs_seen, self.states_seen = seen
@@ -415,7 +427,6 @@ class _Running:
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
-        self._kind = kind
 
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         if self._is_inference:
@@ -428,26 +439,21 @@ class _Running:
             torch._C._set_grad_enabled(True)
 
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
-        call, kind = self.call, self._kind
-        prepared, given = None if kind is None else kind.prepared, graph.given(args, True)
-        is_right = prepared is not None and prepared.graph is graph and not graph.has_floats
-        if prepared is None or not is_right or prepared.numbers != given.numbers:
-            prepared, given = self._prepared(graph, args)
-            if kind is not None:
-                kind.prepared = prepared
+        prepared, given = self.prepared(graph, args)
+        call = self.call
         tensors = [*call.within_ends(), *call.state, *call.reset_to, *given.constants]
-        outputs, last = run_program(prepared, call.seed, tensors)
-        return [(outputs if is_output else last)[place] for is_output, place in graph.outs]
+        return graph.results(*run_program(prepared, call.seed, tensors))
 
-    def _prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
+    def prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
+        """The call of a program for the graph."""
         program, parts, chunk, _, _, given, _ = self._planned(graph, args)
         call = self.call
         counts = len(call.inputs), len(call.state), len(call.reset_to)
         saves_sums, of_all = self._options.saves_sums, call.without_values()
-        prepared = Call(
+        made = Call(
             of_all, counts, graph, given.numbers, program, program, chunk, parts, saves_sums
         )
-        return prepared, given
+        return made.with_program(program, given.constants), given
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
         call, options = self.call, self._options
@@ -498,6 +504,37 @@ class _Running:
             others = {f"cell.{name}": weight for name, weight in step.named_parameters()}
             others |= {f"cell.{name}": buffer for name, buffer in step.named_buffers()}
         return difference(graph, given, in_python, self.inputs_seen, self.states_seen, others)
+
+
+class _Again(_Running):
+    """A call like one that has run."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        inputs: Leaves,
+        state: Leaves,
+        seed: Seed,
+        step: CompiledStep,
+        is_inference: bool,
+    ) -> None:
+        self._kind, self._inputs, self._state, self._seed = kind, inputs, state, seed
+        self._step = step
+        self.inputs_seen, self.states_seen = kind.seen
+        self.has_run, self.made = False, None
+        self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
+
+    def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
+        kind, given = self._kind, graph.given(args, True)
+        prepared = kind.prepared
+        is_right = prepared is not None and prepared.graph is graph and not graph.has_floats
+        if prepared is None or not is_right or prepared.numbers != given.numbers:
+            call = kind.call.with_values(self._inputs, self._state, (), self._seed)
+            first = _Running(kind.user, call, kind.options, self._step, kind.seen, False)
+            prepared, given = first.prepared(graph, args)
+            kind.prepared = prepared
+        tensors = [*self._inputs, *self._state, *given.constants]
+        return graph.results(*run_program(prepared, self._seed, tensors))
 
 
 class _Planning(_Running):

@@ -20,7 +20,6 @@ from .sequence_call import Names, Resets, SequenceCall
 from .sequences import Sequences
 from .steps import Step, call_of_cell
 from .trees import Leaves, Structure, check_tensors, flatten
-from .usual_calls import UsualCalls
 
 
 @dataclass
@@ -40,7 +39,8 @@ class LayersCall:
     """(seq_len, batch)."""
     reset_to: Any
     seed: Seed
-    usual: UsualCalls
+    usual: OneCall | None = None
+    """The call itself, if later calls like it need not be checked."""
 
     def __post_init__(self) -> None:
         for name, value in (("state", self.state), ("reset_to", self.reset_to)):
@@ -67,7 +67,7 @@ class LayersCall:
                 state_leaves = sequence.result_state(flatten(state, "state")[0])
                 states.append(one.user.state(state_leaves))
                 if self._is_usual(one):
-                    self.usual.remember(one, self.settings, sequence.batch_first)
+                    self.usual = one
             leaves, structure = joined(layer, outputs, one.call.returns_sequence)
             names = structure.names(f"output of layer {layer}")
         output_leaves = sequence.output(leaves, self.returns_sequence)

@@ -15,7 +15,6 @@ from .choices import Explanation
 from .explaining import explanation
 from .layers import LayersCall
 from .noise import Seed
-from .replicas import is_replica
 from .sequences import Sequences
 from .trees import flatten
 from .usual_calls import UsualCalls
@@ -212,21 +211,14 @@ class Recurrent(nn.Module):
                 the message names the tensor and the step. What a cell itself raises is passed on.
         """
         if self._usual and lengths is reset is reset_to is length is None:
-            made = self._as_before(input, state, generator)
+            made = self._usual.run(self, input, state, generator)
             if made is not None:
                 return made
-        return self._call(input, state, lengths, reset, reset_to, generator, length).results()
-
-    def _as_before(
-        self, input: Any, state: Any, generator: torch.Generator | None
-    ) -> tuple[Any, Any] | None:
-        """The results of a call like one that a program has run; or nothing."""
-        cell: Any = self.cell
-        settings = self._settings()
-        if isinstance(cell, nn.ModuleList) or is_replica(cell):
-            return None
-        flags = self.batch_first, self.return_sequence
-        return self._usual.run(cell, settings, *flags, input, state, generator)
+        call = self._call(input, state, lengths, reset, reset_to, generator, length)
+        output, state = call.results()
+        if call.usual is not None:
+            self._usual.remember(self, call.usual)
+        return output, state
 
     def step(
         self, input: Any, state: Any = None, generator: torch.Generator | None = None
@@ -309,7 +301,6 @@ class Recurrent(nn.Module):
             reset=None if reset is None else sequence.flags(reset),
             reset_to=reset_to,
             seed=Seed(generator),
-            usual=self._usual,
         )
 
 

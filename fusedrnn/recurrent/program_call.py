@@ -48,18 +48,14 @@ class Call:
     """In the order of work. If there are several, their sequences are made again in backward."""
     saves_sums: bool
     """Whether forward saves the sums of products, which backward then need not multiply again."""
-    _whole: WholeCall | bool | None = False
-    """False as long as nobody has asked."""
+    whole: WholeCall | None = None
+    """How the operators take it at once, if they can."""
 
-    def whole(self, tensors: Sequence[Tensor]) -> WholeCall | None:
-        """How the operators take it at once; or nothing."""
-        if self._whole is False:
-            self._whole = WholeCall.of(self, tensors)
-        return self._whole  # type: ignore[return-value]
-
-    def of_program(self, program: Program) -> Call:
-        """The same call of another program, for backward."""
-        return replace(self, program=program, _whole=False)
+    def with_program(self, program: Program, constants: Sequence[Tensor]) -> Call:
+        """The same of a program, which may be another one for backward."""
+        made = replace(self, program=program, whole=None)
+        made.whole = WholeCall.of(made, constants)
+        return made
 
     def kinds_of_resets(self) -> list[int]:
         """What each carry becomes at a reset; nothing without resets."""

@@ -45,7 +45,7 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
         tensors: That the function of autograd gets.
         for_backward: Whether to keep what backward needs.
     """
-    if whole := call.whole(tensors):
+    if whole := call.whole:
         keeps = (2 if call.saves_sums else 1) if for_backward else 0
         made = whole.forward(call, seed, tensors, keeps)
         sequences, last = len(call.program.form.sequences), call.counts[1]

@@ -62,12 +62,12 @@ class _Program(torch.autograd.Function):
         if torch.is_grad_enabled() or any(map(is_batched, gradients)):
             warn_of_loop("Derivatives of gradients")
             return None, None, *_by_loop(call, seed, tensors, needs, gradients)
-        if None in gradients:
+        if any([gradient is None for gradient in gradients]):
             program = _program_without_unused(call, tensors, needs, gradients)
             if program is None:
                 warn_of_loop("Gradients of some results alone")
                 return None, None, *_by_loop(call, seed, tensors, needs, gradients)
-            call = call.of_program(program)
+            call = call.with_program(program, tensors[sum(call.counts) :])
         return None, None, *backward(call, seed, tensors, rest, needs, gradients)
 
 
@@ -85,7 +85,7 @@ def backward(
         rest: What forward has kept for backward.
         gradients: Of outputs and of the last state.
     """
-    if whole := call.whole(tensors):
+    if whole := call.whole:
         return whole.backward(call, seed, tensors, rest, gradients, needs)
     return _Backward(Arguments.of(call, seed, tensors), rest, needs).gradients(gradients)
 

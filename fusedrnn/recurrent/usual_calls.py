@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .._graphs import is_alone
-from .calls import OneCall, Settings, options_of
-from .compiling import Compiling, Kind, NoProgram
+from .calls import OneCall, options_of
+from .compiling import Compiling, Kind
 from .initial_state import initial_state
 from .noise import Seed
+from .replicas import is_replica
 from .trees import Leaves, flatten
 
 _MOST = 64
@@ -33,53 +34,41 @@ class UsualCalls:
     def __bool__(self) -> bool:
         return bool(self._known)
 
-    def remember(self, one: OneCall, settings: Settings, batch_first: bool) -> None:
+    def remember(self, module: Any, one: OneCall) -> None:
         """A call that a program has run."""
         call = one.call
         cells = [kind.user.step for kind, _ in self._known.values()]
         if len(cells) >= _MOST or one.user.step is not (cells or [one.user.step])[0]:
             self._known.clear()  # not to keep a cell that another has replaced
-        inputs = _transposed(call.inputs) if batch_first else call.inputs
+        inputs = _transposed(call.inputs) if module.batch_first else call.inputs
         forms = _form(one.user.input(inputs))[1], _form(one.user.state(call.state))[1]
-        key = _key(settings, batch_first, call.returns_sequence, (*inputs, *call.state), forms)
         compiling = one.memory.compiling
-        kind = compiling.kind_of(one.user, call, options_of(settings))
-        self._known[key] = kind, compiling
+        kind = compiling.kind_of(one.user, call, options_of(one.settings))
+        self._known[_key(module, (*inputs, *call.state), forms)] = kind, compiling
 
     def run(
-        self,
-        cell: Any,
-        settings: Settings,
-        batch_first: bool,
-        returns_sequence: bool,
-        input: Any,
-        state: Any,
-        generator: torch.Generator | None,
+        self, module: Any, input: Any, state: Any, generator: torch.Generator | None
     ) -> tuple[Any, Any] | None:
         """Output and state, if a call like it has been checked; else nothing."""
+        cell = module.cell
         try:
             inputs, form = _form(input)
             if state is None:
-                state = initial_state(cell, inputs[0], inputs[0].shape[0 if batch_first else 1])
+                dim = 0 if module.batch_first else 1
+                state = initial_state(cell, inputs[0], inputs[0].shape[dim])
             states, form_of_state = _form(state)
-            leaves, forms = (*inputs, *states), (form, form_of_state)
-            key = _key(settings, batch_first, returns_sequence, leaves, forms)
+            known = self._known.get(_key(module, (*inputs, *states), (form, form_of_state)))
         except (RuntimeError, TypeError, ValueError, IndexError):  # for which there are words
             return None
-        known = self._known.get(key)
-        if known is None or known[0].user.step is not cell or not is_alone():
+        if known is None or known[0].user.step is not cell or is_replica(cell) or not is_alone():
             return None
         kind, compiling = known
-        inputs = _transposed(inputs) if batch_first else inputs
-        call = kind.call.with_values(inputs, states, (), Seed(generator))
-        try:
-            output, new = compiling.run(kind.user, call, kind.options, kind)
-        except NoProgram:  # for which there are words elsewhere
-            return None
-        if batch_first and returns_sequence:
-            leaves, tree = flatten(output, "output")
-            output = tree.tree(_transposed(leaves))
-        return output, new
+        inputs = _transposed(inputs) if module.batch_first else inputs
+        made = compiling.again(kind, inputs, states, Seed(generator))
+        if made is not None and module.batch_first and module.return_sequence:
+            leaves, tree = flatten(made[0], "output")
+            return tree.tree(_transposed(leaves)), made[1]
+        return made
 
 
 def _transposed(leaves: Leaves) -> Leaves:
@@ -95,14 +84,18 @@ def _form(tree: Any) -> tuple[Leaves, Any]:
     return flatten(tree, "input")
 
 
-def _key(
-    settings: Settings,
-    batch_first: bool,
-    returns_sequence: bool,
-    leaves: Leaves,
-    forms: tuple[Any, Any],
-) -> Any:
+def _key(module: Any, leaves: Leaves, forms: tuple[Any, Any]) -> Any:
     """All that checks look at."""
-    kinds = [(type(t), t.shape, t.dtype, t.device, t.layout) for t in leaves]
-    keeps_sums = not settings.recompute and torch.is_grad_enabled()
-    return settings, keeps_sums, batch_first, returns_sequence, forms, tuple(kinds)
+    return (
+        module.compile_cell,
+        module.recompute,
+        not module.recompute and torch.is_grad_enabled(),
+        module.chunk_size,
+        module.workspace_bytes,
+        module.cuda_graphs,
+        module.batch_first,
+        module.return_sequence,
+        module.bidirectional,
+        forms,
+        *[(type(t), t.shape, t.dtype, t.device, t.layout) for t in leaves],
+    )

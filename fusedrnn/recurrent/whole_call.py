@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import _compile
@@ -33,18 +34,17 @@ class WholeCall(NamedTuple):
     """Stands for a gradient that there is not."""
 
     @staticmethod
-    def of(call: Call, tensors: Sequence[Tensor]) -> WholeCall | None:
+    def of(call: Call, constants: Sequence[Tensor]) -> WholeCall | None:
         program, sequence = call.program, call.sequence
         outside, resets = program.printed.outside, sequence.resets
         if not (call.is_whole and program.makes_weights) or (resets and resets.has_values):
             return None
-        state = tensors[call.counts[0]]
-        if not outside.fit(tensors[sum(call.counts) :]):
+        if not outside.fit(constants):
             return None
         reset, kinds = sequence.reset, call.kinds_of_resets()
         masks = sequence.lengths, None if reset is None else reset.contiguous(), kinds
         options = call.chunk, sequence.backwards, sequence.layer
-        nothing = state.new_empty(0, dtype=program.dtype)
+        nothing = torch.empty(0, dtype=program.dtype, device=sequence.device)
         return WholeCall(outside.fixed(nothing), options, masks, nothing)
 
     def forward(
