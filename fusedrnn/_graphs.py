@@ -19,9 +19,11 @@ def is_compiling() -> bool:
 
     ``torch.compiler.is_compiling`` says so, too, in every other thread for as long as it does.
     """
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling():
         return True
-    return torch.compiler.is_compiling() and torch._guards.TracingContext.try_get() is not None
+    if not torch.compiler.is_compiling():  # which torch.export sets, too
+        return False
+    return torch.compiler.is_exporting() or torch._guards.TracingContext.try_get() is not None
 
 
 def constant_in_graphs(function: F) -> F:
@@ -105,9 +107,13 @@ def has_values(tensor: Tensor) -> bool:
 
 def is_alone() -> bool:
     """Whether nothing but autograd looks at a call: then it need not go through the dispatcher."""
-    return not (
-        is_compiling()
-        or torch._C._are_functorch_transforms_active()
+    return not (is_compiling() or is_transformed())
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func, torch.jit.trace or forward mode looks at a call."""
+    return (
+        torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
         or forward_ad._current_level >= 0
     )

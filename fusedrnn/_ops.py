@@ -8,7 +8,7 @@ and results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, cast
 
@@ -402,7 +402,12 @@ def call_operator(operator: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return helpers.call_interruptibly(operator, *arguments, **named)
     except RuntimeError as error:
-        tensors = (t for t in (*arguments, *named.values()) if isinstance(t, Tensor))
-        if "fusedrnn: out of memory" in str(error) and any(t.is_cuda for t in tensors):
-            raise torch.OutOfMemoryError(str(error)) from None
-        raise
+        raise as_torch_raises(error, (*arguments, *named.values())) from None
+
+
+def as_torch_raises(error: RuntimeError, given: Iterable[Any]) -> RuntimeError:
+    """The error of an operator, as one of torch's would be."""
+    is_full = "fusedrnn: out of memory" in str(error)
+    if is_full and any(isinstance(t, Tensor) and t.is_cuda for t in given):
+        return torch.OutOfMemoryError(str(error))
+    return error

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._ops import call_operator
+from .._helpers import call_interruptibly
+from .._ops import as_torch_raises, call_operator
 from .program import Program
 
 CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
@@ -159,8 +160,7 @@ def call(*given: Any) -> list[Tensor]:
     Returns:
         Sequences, the last state, what :func:`forward` calls ``kept``, and ``saved``.
     """
-    results: list[Tensor] = call_operator(_library.operators.program_call, *given)
-    return results
+    return _run(_library.operators.program_call, given)
 
 
 def call_backward(*given: Any) -> list[Tensor]:
@@ -171,8 +171,16 @@ def call_backward(*given: Any) -> list[Tensor]:
         gradients: Of sequences and of the last state.
         needs: Which tensors need a gradient.
     """
-    gradients: list[Tensor] = call_operator(_library.operators.program_call_backward, *given)
-    return gradients
+    return _run(_library.operators.program_call_backward, given)
+
+
+def _run(operator: Any, given: Any) -> list[Tensor]:
+    """As call_operator(), of what is never in a graph of torch.compile."""
+    try:
+        made: list[Tensor] = call_interruptibly(operator, *given)
+        return made
+    except RuntimeError as error:
+        raise as_torch_raises(error, given[1]) from None
 
 
 def _code(dtype: torch.dtype) -> int:

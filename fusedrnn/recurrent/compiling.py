@@ -141,7 +141,7 @@ class Compiling:
         return self._through(user, call, options, _Running)
 
     def again(
-        self, kind: Kind, inputs: Leaves, state: Leaves, seed: Seed
+        self, kind: Kind, inputs: Leaves, state: Leaves, generator: torch.Generator | None
     ) -> tuple[Any, Any] | None:
         """The same of a call like one that has run; None if everything is to be looked at."""
         step = self._step
@@ -150,7 +150,7 @@ class Compiling:
         if obstacle_around(kind.call.device):
             return None
         is_inference = torch.is_inference_mode_enabled()
-        running = _Again(kind, inputs, state, seed, step, is_inference)
+        running = _Again(kind, inputs, state, generator, step, is_inference)
         try:
             if not is_inference:
                 return step(running, *kind.given)
@@ -514,27 +514,29 @@ class _Again(_Running):
         kind: Kind,
         inputs: Leaves,
         state: Leaves,
-        seed: Seed,
+        generator: torch.Generator | None,
         step: CompiledStep,
         is_inference: bool,
     ) -> None:
-        self._kind, self._inputs, self._state, self._seed = kind, inputs, state, seed
-        self._step = step
+        self._kind, self._inputs, self._state = kind, inputs, state
+        self._generator, self._step = generator, step
         self.inputs_seen, self.states_seen = kind.seen
         self.has_run, self.made = False, None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
 
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         kind, given = self._kind, graph.given(args, True)
-        prepared = kind.prepared
+        prepared, generator = kind.prepared, self._generator
         is_right = prepared is not None and prepared.graph is graph and not graph.has_floats
         if prepared is None or not is_right or prepared.numbers != given.numbers:
-            call = kind.call.with_values(self._inputs, self._state, (), self._seed)
+            call = kind.call.with_values(self._inputs, self._state, (), Seed(generator))
             first = _Running(kind.user, call, kind.options, self._step, kind.seen, False)
             prepared, given = first.prepared(graph, args)
             kind.prepared = prepared
+        is_needed = prepared.draws or generator is not None
+        seed = Seed(generator) if is_needed else kind.call.seed
         tensors = [*self._inputs, *self._state, *given.constants]
-        return graph.results(*run_program(prepared, self._seed, tensors))
+        return graph.results(*run_program(prepared, seed, tensors))
 
 
 class _Planning(_Running):

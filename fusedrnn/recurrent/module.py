@@ -210,7 +210,7 @@ class Recurrent(nn.Module):
             TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
                 the message names the tensor and the step. What a cell itself raises is passed on.
         """
-        if self._usual and lengths is reset is reset_to is length is None:
+        if self._usual.known and lengths is reset is reset_to is length is None:
             made = self._usual.run(self, input, state, generator)
             if made is not None:
                 return made

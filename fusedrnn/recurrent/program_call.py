@@ -50,10 +50,12 @@ class Call:
     """Whether forward saves the sums of products, which backward then need not multiply again."""
     whole: WholeCall | None = None
     """How the operators take it at once, if they can."""
+    draws: bool = True
+    """Whether the program draws random numbers."""
 
     def with_program(self, program: Program, constants: Sequence[Tensor]) -> Call:
         """The same of a program, which may be another one for backward."""
-        made = replace(self, program=program, whole=None)
+        made = replace(self, program=program, draws=bool(program.form.streams))
         made.whole = WholeCall.of(made, constants)
         return made
 

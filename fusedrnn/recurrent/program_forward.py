@@ -48,10 +48,13 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
     if whole := call.whole:
         keeps = (2 if call.saves_sums else 1) if for_backward else 0
         made = whole.forward(call, seed, tensors, keeps)
-        sequences, last = len(call.program.form.sequences), call.counts[1]
-        end = sequences + last
-        kept = [*made[:sequences], *made[end:]] if for_backward else []
-        return Results(_outputs(call, made[:sequences]), made[sequences:end], kept)
+        first, end = whole.sequences, whole.sequences + call.counts[1]
+        kept = [*made[:first], *made[end:]] if for_backward else []
+        if whole.outputs is None:
+            outputs = _outputs(call, made[:first])
+        else:
+            outputs = [made[i] for i in whole.outputs]
+        return Results(outputs, made[first:end], kept)
     return _by_parts(Arguments.of(call, seed, tensors), for_backward)
 
 
@@ -98,9 +101,6 @@ def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
     whole, program = call.sequence, call.program
     if not whole.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
-    numbers = program.printed.output_sequences
-    if len(set(numbers)) == len(numbers):
-        return [sequences[number] for number in numbers]
     found, seen = [], set[int]()
     for number, shape in zip(program.printed.output_sequences, program.output_shapes, strict=True):
         sequence = sequences[number]

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._graphs import is_alone
+from .._graphs import is_transformed
 from .calls import OneCall, options_of
 from .compiling import Compiling, Kind
 from .initial_state import initial_state
-from .noise import Seed
-from .replicas import is_replica
 from .trees import Leaves, flatten
 
 _MOST = 64
@@ -26,25 +24,22 @@ class UsualCalls:
     """Those of one module."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Kind, Compiling]] = {}
+        self.known: dict[Any, tuple[Kind, Compiling]] = {}
 
     def __reduce__(self) -> Any:
         return UsualCalls, ()
 
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
     def remember(self, module: Any, one: OneCall) -> None:
         """A call that a program has run."""
         call = one.call
-        cells = [kind.user.step for kind, _ in self._known.values()]
+        cells = [kind.user.step for kind, _ in self.known.values()]
         if len(cells) >= _MOST or one.user.step is not (cells or [one.user.step])[0]:
-            self._known.clear()  # not to keep a cell that another has replaced
+            self.known.clear()  # not to keep a cell that another has replaced
         inputs = _transposed(call.inputs) if module.batch_first else call.inputs
         forms = _form(one.user.input(inputs))[1], _form(one.user.state(call.state))[1]
         compiling = one.memory.compiling
         kind = compiling.kind_of(one.user, call, options_of(one.settings))
-        self._known[_key(module, (*inputs, *call.state), forms)] = kind, compiling
+        self.known[_key(module, (*inputs, *call.state), forms)] = kind, compiling
 
     def run(
         self, module: Any, input: Any, state: Any, generator: torch.Generator | None
@@ -57,14 +52,14 @@ class UsualCalls:
                 dim = 0 if module.batch_first else 1
                 state = initial_state(cell, inputs[0], inputs[0].shape[dim])
             states, form_of_state = _form(state)
-            known = self._known.get(_key(module, (*inputs, *states), (form, form_of_state)))
+            known = self.known.get(_key(module, (*inputs, *states), (form, form_of_state)))
         except (RuntimeError, TypeError, ValueError, IndexError):  # for which there are words
             return None
-        if known is None or known[0].user.step is not cell or is_replica(cell) or not is_alone():
+        if known is None or known[0].user.step is not cell or is_transformed():
             return None
         kind, compiling = known
         inputs = _transposed(inputs) if module.batch_first else inputs
-        made = compiling.again(kind, inputs, states, Seed(generator))
+        made = compiling.again(kind, inputs, states, generator)
         if made is not None and module.batch_first and module.return_sequence:
             leaves, tree = flatten(made[0], "output")
             return tree.tree(_transposed(leaves)), made[1]

@@ -32,6 +32,10 @@ class WholeCall(NamedTuple):
     """Lengths, resets, and what becomes of each carry at these."""
     nothing: Tensor
     """Stands for a gradient that there is not."""
+    sequences: int
+    """Their number."""
+    outputs: list[int] | None
+    """Which sequences these are, if they are sequences, and each is another one."""
 
     @staticmethod
     def of(call: Call, constants: Sequence[Tensor]) -> WholeCall | None:
@@ -45,7 +49,16 @@ class WholeCall(NamedTuple):
         masks = sequence.lengths, None if reset is None else reset.contiguous(), kinds
         options = call.chunk, sequence.backwards, sequence.layer
         nothing = torch.empty(0, dtype=program.dtype, device=sequence.device)
-        return WholeCall(outside.fixed(nothing), options, masks, nothing)
+        outputs = program.printed.output_sequences
+        is_plain = sequence.returns_sequence and len(set(outputs)) == len(outputs)
+        return WholeCall(
+            outside.fixed(nothing),
+            options,
+            masks,
+            nothing,
+            len(program.form.sequences),
+            outputs if is_plain else None,
+        )
 
     def forward(
         self, call: Call, seed: Seed, tensors: Sequence[Tensor], keeps: int
@@ -58,7 +71,7 @@ class WholeCall(NamedTuple):
             call.sequence.seq_len,
             keeps,
             *self.options,
-            _seed(call, seed),
+            seed.on(call.sequence.device) if call.draws else None,
             *self.masks,
         )
 
@@ -87,7 +100,7 @@ class WholeCall(NamedTuple):
             self._gradients(call, gradients),
             program.unread.without(needs, call.counts),
             *self.options,
-            _seed(call, seed),
+            seed.on(call.sequence.device) if call.draws else None,
             *self.masks,
         )
         count = len(tensors)
@@ -97,7 +110,7 @@ class WholeCall(NamedTuple):
         """Of sequences and of the last state."""
         nothing, program, sequence = self.nothing, call.program, call.sequence
         numbers = program.printed.output_sequences
-        found = [nothing] * len(program.form.sequences)
+        found = [nothing] * self.sequences
         for number, gradient in zip(numbers, given, strict=False):
             if gradient is not None and not sequence.returns_sequence:
                 gradient = gradient_in(sequence, call.parts[0], gradient)
@@ -108,7 +121,3 @@ class WholeCall(NamedTuple):
                 gradient = found[number].reshape(sizes) + gradient.reshape(sizes)
             found[number] = gradient
         return found + [nothing if g is None else g for g in given[len(numbers) :]]
-
-
-def _seed(call: Call, seed: Seed) -> Tensor | None:
-    return seed.on(call.sequence.device) if call.program.form.streams else None
