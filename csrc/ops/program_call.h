@@ -7,25 +7,49 @@
 
 namespace fusedrnn {
 
-// What both operators have in common.
+// What both operators get, by the names of the schema.
+struct StepTensors {
+  int64_t program;
+  const Tensors& tensors;
+  int64_t first_state, seq_len;
+  bool is_made;
+  const Tensors& reset_to;
+  const std::vector<int64_t>& reset_kinds;
+};
+
+// What both make of it.
 struct StepCall {
-  // All but the tensors has the names of the schema.
-  StepCall(int64_t program, const Tensors& tensors, int64_t first_state, int64_t seq_len,
-           const std::vector<int64_t>& reset_kinds)
-      : known(Programs::all().at(program)), step(known.step_constants()),
-        first_state(size_t(first_state)),
-        first_constant(this->first_state + known.program.carries.size()), seq_len(seq_len),
-        batch(rows_of(tensors)), none(allocate(tensors[this->first_state], {0}, known.dtype, "")),
-        reset_to(reset_kinds.size(), none),
-        made(known.program, step, known.dtype, tensors.data() + first_constant,
-             tensors.size() - first_constant) {
-    for (const int64_t i : step.inputs) {
-      FUSEDRNN_CHECK(i < first_state, "the program reads input ", i, ", and there are ",
-                     first_state);
-      inputs.push_back(flat(tensors[size_t(i)], {seq_len, batch}));
+  explicit StepCall(const StepTensors& given)
+      : known(Programs::all().at(given.program)), step(known.step_constants()),
+        first_state(size_t(given.first_state)),
+        first_constant(first_state + known.program.carries.size()), seq_len(given.seq_len),
+        batch(rows_of(given.tensors)),
+        none(allocate(given.tensors[first_state], {0}, known.dtype, "")),
+        made(known.program, given.is_made ? nullptr : &step, known.dtype,
+             given.tensors.data() + first_constant, given.tensors.size() - first_constant) {
+    for (size_t i = 0; i < known.program.inputs.size(); ++i) {
+      const int64_t place = given.is_made ? int64_t(i) : step.inputs[i];
+      FUSEDRNN_CHECK(place < given.first_state, "the program reads input ", place,
+                     ", and there are ", given.first_state);
+      places_of_inputs.push_back(size_t(place));
+      inputs.push_back(flat(given.tensors[size_t(place)], {seq_len, batch}));
     }
-    for (size_t j = this->first_state; j < first_constant; ++j) {
-      carries.push_back(flat(tensors[j], {batch}));
+    for (size_t j = first_state; j < first_constant; ++j) {
+      carries.push_back(flat(given.tensors[j], {batch}));
+    }
+    FUSEDRNN_CHECK(given.reset_to.empty() || given.reset_to.size() == given.reset_kinds.size(),
+                   "expected ", given.reset_kinds.size(), " tensors for resets, got ",
+                   given.reset_to.size());
+    for (size_t j = 0; j < given.reset_kinds.size(); ++j) {
+      const bool is_none = given.reset_to.empty() || ProgramArguments::is_none(given.reset_to[j]);
+      if (is_none) {
+        reset_to.push_back(none);
+        continue;
+      }
+      const Tensor& to = given.reset_to[j];
+      const bool is_steps = given.reset_kinds[j] == int64_t(program::ResetKind::Steps);
+      FUSEDRNN_CHECK(to.dim() > 0, "a state must have a dimension for the batch");
+      reset_to.push_back(is_steps ? flat(to, {seq_len, batch}) : flat(to, {to.size(0)}));
     }
   }
 
@@ -77,9 +101,9 @@ struct StepCall {
   const size_t first_state, first_constant;
   const int64_t seq_len, batch;
   const Tensor none;  // stands for what is not there, or not wanted
-  const Tensors reset_to;
   MadeOfConstants made;
-  Tensors inputs, carries;
+  std::vector<size_t> places_of_inputs;
+  Tensors inputs, carries, reset_to;
 
  private:
   int64_t rows_of(const Tensors& tensors) const {
@@ -98,12 +122,13 @@ enum class Keeps { Nothing, Carries, Sums };
 // sequences, the last state, and what it keeps, as program_forward writes them.
 template <class Platform>
 Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_state,
-                              int64_t seq_len, int64_t keeps, int64_t chunk, bool reverse,
-                              int64_t stream, MaybeTensor seed, MaybeTensor lengths,
-                              MaybeTensor reset, std::vector<int64_t> reset_kinds) {
+                              int64_t seq_len, int64_t keeps, bool is_made, Tensors reset_to,
+                              std::vector<int64_t> reset_kinds, int64_t chunk, bool reverse,
+                              int64_t stream, int64_t first_step, MaybeTensor seed,
+                              MaybeTensor lengths, MaybeTensor reset) {
   FUSEDRNN_CHECK(keeps >= 0 && keeps <= int64_t(Keeps::Sums), "keeps must be 0, 1 or 2, got ",
                  keeps);
-  const StepCall call(program, tensors, first_state, seq_len, reset_kinds);
+  const StepCall call({program, tensors, first_state, seq_len, is_made, reset_to, reset_kinds});
   const program::Program& p = call.known.program;
   ProgramArguments::check_program_sizes(call.known, seq_len, call.batch);
   const int64_t batch = call.batch;
@@ -128,7 +153,7 @@ Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_st
   }
   run_program_forward<Platform>(
       {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-       reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
+       reset_kinds, lengths, reset, seed, stream, first_step, reverse, chunk,
        call.flat_ones(sequences, {seq_len, batch}), kept, saved},
       call.flat_ones(last, {batch}));
   Tensors results = sequences;
@@ -139,15 +164,17 @@ Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_st
 }
 
 // The operator `program_call_backward`.  Its arguments are the schema's, in the same order.  An
-// empty tensor of one dimension stands for no gradient.  It returns those of `tensors` that are
-// needed.
+// empty tensor of one dimension stands for no gradient.  It returns those of `tensors`, and then of
+// `reset_to`, that are needed: as these are, but those of weights, of vectors and of states that
+// resets set as they are added up.
 template <class Platform>
 Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t first_state,
                                        int64_t seq_len, Tensors kept, Tensors gradients,
-                                       std::vector<bool> needs, int64_t chunk, bool reverse,
-                                       int64_t stream, MaybeTensor seed, MaybeTensor lengths,
-                                       MaybeTensor reset, std::vector<int64_t> reset_kinds) {
-  const StepCall call(program, tensors, first_state, seq_len, reset_kinds);
+                                       std::vector<bool> needs, bool is_made, Tensors reset_to,
+                                       std::vector<int64_t> reset_kinds, int64_t chunk,
+                                       bool reverse, int64_t stream, int64_t first_step,
+                                       MaybeTensor seed, MaybeTensor lengths, MaybeTensor reset) {
+  const StepCall call({program, tensors, first_state, seq_len, is_made, reset_to, reset_kinds});
   const program::Program& p = call.known.program;
   const int64_t batch = call.batch;
   const size_t sequences = p.sequences.size(), states = p.carries.size();
@@ -158,9 +185,9 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
       sequences + carries + p.arrays.size(), ", got ", kept.size());
   FUSEDRNN_CHECK(gradients.size() == sequences + states, "expected ", sequences + states,
                  " gradients, got ", gradients.size());
-  FUSEDRNN_CHECK(needs.size() <= tensors.size(), "expected ", tensors.size(), " needs, got ",
-                 needs.size());
-  const auto need = [&](size_t i) { return i < needs.size() && needs[i]; };
+  FUSEDRNN_CHECK(needs.size() == tensors.size() + reset_to.size(), "expected ",
+                 tensors.size() + reset_to.size(), " needs, got ", needs.size());
+  const auto need = [&](size_t i) { return needs[i]; };
   const auto flat_or_none = [&](const Tensor& gradient, const std::vector<int64_t>& leading) {
     return ProgramArguments::is_none(gradient) ? call.none : call.flat(gradient, leading);
   };
@@ -172,7 +199,7 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
     of_last.push_back(flat_or_none(gradients[sequences + j], {batch}));
   }
   for (size_t i = 0; i < p.inputs.size(); ++i) {
-    const bool is_needed = need(size_t(call.step.inputs[i]));
+    const bool is_needed = need(call.places_of_inputs[i]);
     of_inputs.push_back(is_needed ? allocate(call.none, {seq_len, batch, p.inputs[i]},
                                              call.known.dtype, "a gradient of an input")
                                   : call.none);
@@ -186,18 +213,28 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   const Tensor* constants = tensors.data() + call.first_constant;
   const size_t count = tensors.size() - call.first_constant;
   const GradientsOfConstants of_constants(
-      call.step, call.made, constants, count,
+      is_made ? nullptr : &call.step, call.made, constants, count,
       [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), call.none);
+  Tensors of_resets(states, call.none);
+  for (size_t j = 0; j < reset_to.size(); ++j) {
+    if (!need(tensors.size() + j)) continue;
+    const bool is_steps = reset_kinds[j] == int64_t(program::ResetKind::Steps);
+    const int64_t width = p.carries[j].width;
+    of_resets[j] =
+        is_steps
+            ? allocate(call.none, {seq_len, batch, width}, call.known.dtype, "a gradient of states")
+            : allocate(call.none, {batch, width}, call.sum_dtype(), "a gradient of a state");
+  }
   const auto part = [&](size_t first, size_t size) {
     return Tensors(kept.begin() + int64_t(first), kept.begin() + int64_t(first + size));
   };
   run_program_backward<Platform>(
       {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-       reset_kinds, lengths, reset, seed, stream, 0, reverse, chunk,
+       reset_kinds, lengths, reset, seed, stream, first_step, reverse, chunk,
        call.flat_ones(part(0, sequences), {seq_len, batch}), part(sequences, carries),
        part(sequences + carries, kept.size() - sequences - carries)},
       {of_sequences, of_last, of_inputs, of_carries, of_constants.weights, of_constants.vectors,
-       Tensors(states, call.none)});
+       of_resets});
 
   // As the step has them.
   const auto like = [&](const Tensor& gradient, const Tensor& tensor) {
@@ -208,10 +245,10 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
     return own.scalar_type() == tensor.scalar_type() ? own
                                                      : torch::stable::to(own, tensor.scalar_type());
   };
-  Tensors results(tensors.size(), call.none);
+  Tensors results(needs.size(), call.none);
   for (size_t i = 0; i < of_inputs.size(); ++i) {
     if (ProgramArguments::is_none(of_inputs[i])) continue;
-    const size_t place = size_t(call.step.inputs[i]);
+    const size_t place = call.places_of_inputs[i];
     results[place] = like(of_inputs[i], tensors[place]);
   }
   for (size_t j = 0; j < states; ++j) {
@@ -221,22 +258,32 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   for (size_t i = 0; i < count; ++i) {
     if (need(call.first_constant + i)) results[call.first_constant + i] = of_constants.of(i);
   }
+  for (size_t j = 0; j < reset_to.size(); ++j) {
+    const bool is_steps = reset_kinds[j] == int64_t(program::ResetKind::Steps);
+    const bool is_wanted = is_steps && need(tensors.size() + j);
+    results[tensors.size() + j] = is_wanted ? like(of_resets[j], reset_to[j]) : of_resets[j];
+  }
   return results;
 }
 
-#define FUSEDRNN_CALL_OPTIONS                                                           \
-  "int chunk, bool reverse, int stream, Tensor? seed, Tensor? lengths, Tensor? reset, " \
-  "int[] reset_kinds) -> Tensor[]"
+// tensors: inputs of the step, (seq_len, batch, ...) each, `first_state` of them; its state,
+// (batch,
+// ...) each; its constants, and vectors that have none in them (StepConstants).  is_made: inputs
+// are those of the program, and weights and vectors come in the place of constants.  keeps: 0
+// without a backward, 1 for one that repeats products, 2 for one that does not.  reset_to: of each
+// carry, or none; the rest as in program_forward.
+#define FUSEDRNN_CALL_OPTIONS                                                                 \
+  "bool is_made, Tensor[] reset_to, int[] reset_kinds, int chunk, bool reverse, int stream, " \
+  "int first_step, Tensor? seed, Tensor? lengths, Tensor? reset) -> Tensor[]"
 
-// chunk, stream, seed, lengths and reset as in program_forward.  reset_kinds: of each carry 0 for
-// zero, or 3 for a carry that no reset changes; or none.
 constexpr const char* kProgramCallSchema =
     "program_call(int program, Tensor[] tensors, int first_state, int seq_len, int "
     "keeps, " FUSEDRNN_CALL_OPTIONS;
+// kept: what program_call returns without the last state.  gradients: of sequences and of the last
+// state.  needs: which of `tensors` and of `reset_to` need a gradient.
 constexpr const char* kProgramCallBackwardSchema =
-    "program_call_backward(int program, Tensor[] tensors, int first_state, int seq_len, Tensor[] "
-    "kept, "
-    "Tensor[] gradients, bool[] needs, " FUSEDRNN_CALL_OPTIONS;
+    "program_call_backward(int program, Tensor[] tensors, int first_state, int seq_len, "
+    "Tensor[] kept, Tensor[] gradients, bool[] needs, " FUSEDRNN_CALL_OPTIONS;
 #undef FUSEDRNN_CALL_OPTIONS
 
 template <class Library>

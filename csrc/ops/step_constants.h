@@ -28,16 +28,18 @@ using Terms = std::vector<std::vector<Side>>;
 struct StepConstants {
   std::vector<int64_t> inputs;  // which inputs of the step the program reads
   std::vector<std::vector<int64_t>> sequence_shapes, state_shapes;  // of a row
-  int64_t fixed = 0;  // how many fixed tensors a call has
-  std::vector<Terms> weights, vectors;
+  int64_t fixed = 0;                    // how many fixed tensors a call has
+  std::vector<Terms> weights, vectors;  // none if Python makes them
 
   static StepConstants read(const int64_t* numbers, int64_t count,
                             const program::Program& program) {
     Reader from{numbers, numbers + count};
     StepConstants found;
-    found.inputs = from.numbers();
     from.list([&] { found.sequence_shapes.push_back(from.numbers()); });
     from.list([&] { found.state_shapes.push_back(from.numbers()); });
+    found.check_all_shapes(program);
+    if (from.next == from.end) return found;
+    found.inputs = from.numbers();
     found.fixed = from.number();
     from.list([&] { found.weights.push_back(from.terms()); });
     from.list([&] { found.vectors.push_back(from.terms()); });
@@ -91,6 +93,12 @@ struct StepConstants {
       FUSEDRNN_CHECK(width == widths[i], "a shape has ", width, " numbers, its row ", widths[i]);
     }
   }
+  void check_all_shapes(const program::Program& program) const {
+    std::vector<int64_t> widths;
+    for (const program::Carry& carry : program.carries) widths.push_back(carry.width);
+    check_shapes(sequence_shapes, program.sequences);
+    check_shapes(state_shapes, widths);
+  }
   void check_terms(const Terms& terms, int64_t width) const {
     FUSEDRNN_CHECK(!terms.empty(), "a weight or a vector has no terms");
     for (const std::vector<Side>& sides : terms) {
@@ -112,10 +120,6 @@ struct StepConstants {
       FUSEDRNN_CHECK(std::count(inputs.begin(), inputs.end(), inputs[i]) == 1, "input ", inputs[i],
                      " is read twice");
     }
-    std::vector<int64_t> widths;
-    for (const program::Carry& carry : program.carries) widths.push_back(carry.width);
-    check_shapes(sequence_shapes, program.sequences);
-    check_shapes(state_shapes, widths);
     FUSEDRNN_CHECK(fixed >= 0, "there cannot be ", fixed, " fixed tensors");
     FUSEDRNN_CHECK(
         int64_t(weights.size()) == program.weights() && vectors.size() == program.vectors.size(),
@@ -136,23 +140,39 @@ struct StepConstants {
 // Weights and vectors of one call.
 class MadeOfConstants {
  public:
+  // known: none if the constants are the weights and vectors themselves.
   // constants: those of the step, and then the fixed tensors.
-  MadeOfConstants(const program::Program& program, const StepConstants& known, ScalarType dtype,
+  MadeOfConstants(const program::Program& program, const StepConstants* known, ScalarType dtype,
                   const Tensor* constants, size_t count)
-      : known_(known), dtype_(dtype) {
-    FUSEDRNN_CHECK(int64_t(count) >= known.fixed, "expected ", known.fixed,
+      : dtype_(dtype) {
+    const size_t weight_count = size_t(program.weights()), vector_count = program.vectors.size();
+    if (known == nullptr) {
+      FUSEDRNN_CHECK(count == weight_count + vector_count, "expected ", weight_count,
+                     " weights and ", vector_count, " vectors, got ", count, " tensors");
+      weights.assign(constants, constants + weight_count);
+      vectors.assign(constants + weight_count, constants + count);
+      for (size_t i = 0; i < count; ++i) {
+        const int64_t dims = i < weight_count ? 2 : 1;
+        FUSEDRNN_CHECK(constants[i].dim() == dims, "a weight must have 2 dimensions and a vector "
+                       "1, got ", shape_text(constants[i].sizes()));
+      }
+      return;
+    }
+    FUSEDRNN_CHECK(known->weights.size() == weight_count && known->vectors.size() == vector_count,
+                   "nobody has said how this program's weights are made");
+    FUSEDRNN_CHECK(int64_t(count) >= known->fixed, "expected ", known->fixed,
                    " fixed tensors behind the constants of the step, got ", count);
     for (size_t i = 0; i < count; ++i) {
       const Tensor& constant = constants[i];
       constants_.push_back(constant.scalar_type() == dtype ? constant
                                                            : torch::stable::to(constant, dtype));
     }
-    terms_.assign(known.weights.size(), 0);
-    for (const program::Product& p : program.products) terms_[size_t(p.weight)] = p.terms;
-    for (size_t i = 0; i < known.weights.size(); ++i) {
-      weights.push_back(weight(known.weights[i][0], terms_[i]));
+    std::vector<int64_t> terms_of(weight_count);
+    for (const program::Product& p : program.products) terms_of[size_t(p.weight)] = p.terms;
+    for (size_t i = 0; i < weight_count; ++i) {
+      weights.push_back(weight(known->weights[i][0], terms_of[i]));
     }
-    for (const Terms& terms : known.vectors) vectors.push_back(vector(terms));
+    for (const Terms& terms : known->vectors) vectors.push_back(vector(terms));
   }
 
   std::vector<Tensor> weights, vectors;
@@ -162,7 +182,6 @@ class MadeOfConstants {
     if (side.constant >= Side::kZeros) return side.constant;
     return int64_t(constants_.size()) + 1 + side.constant;
   }
-  int64_t terms_of(size_t weight) const { return terms_[weight]; }
 
  private:
   const Tensor& constant(const Side& side) const {
@@ -206,6 +225,7 @@ class MadeOfConstants {
     if (sides.size() == 1 && sides[0].constant != Side::kZeros) return numbers(sides[0]);
     int64_t width = 0, place = 0;
     for (const Side& side : sides) width += side.columns;
+    FUSEDRNN_CHECK(!constants_.empty(), "there are no constants");
     const Tensor whole = allocate(constants_[0], {width}, dtype_, "a vector", /*zeros=*/true);
     for (const Side& side : sides) {
       if (side.constant != Side::kZeros) {
@@ -224,23 +244,27 @@ class MadeOfConstants {
     return total;
   }
 
-  const StepConstants& known_;
   const ScalarType dtype_;
   std::vector<Tensor> constants_;
-  std::vector<int64_t> terms_;
 };
 
 // Memory for gradients of weights and vectors, and those of constants that come of them.
 class GradientsOfConstants {
  public:
+  // known: as of MadeOfConstants.
   // needs: whether a constant gets a gradient, by its number.
   // none: stands for no gradient.
   template <class Needs>
-  GradientsOfConstants(const StepConstants& known, const MadeOfConstants& made,
+  GradientsOfConstants(const StepConstants* known, const MadeOfConstants& made,
                        const Tensor* constants, size_t count, const Needs& needs, ScalarType dtype,
                        const Tensor& none)
-      : constants_(constants), none_(none), uses_(count) {
-    const auto note = [&](const Terms& terms, size_t made_of, bool is_weight) {
+      : constants_(constants), is_made_(known == nullptr), none_(none), uses_(count),
+        wholes_(count) {
+    const size_t weight_count = made.weights.size();
+    // Whether a weight or a vector needs a gradient.
+    const auto note = [&](size_t made_of, bool is_weight) {
+      if (is_made_) return bool(needs(is_weight ? made_of : weight_count + made_of));
+      const Terms& terms = (is_weight ? known->weights : known->vectors)[made_of];
       bool is_needed = false;
       for (size_t term = 0; term < terms.size(); ++term) {
         int64_t place = 0;
@@ -256,24 +280,22 @@ class GradientsOfConstants {
       }
       return is_needed;
     };
-    std::vector<bool> needed;
-    for (size_t i = 0; i < known.weights.size(); ++i) {
-      const bool is_needed = note(known.weights[i], i, true);
+    for (size_t i = 0; i < weight_count; ++i) {
+      if (!note(i, true)) {
+        weights.push_back(none);
+        continue;
+      }
       const Tensor& weight = made.weights[i];
       const int64_t terms = weight.size(0), columns = weight.size(1);
-      // As the weight lies.
-      weights.push_back(
-          is_needed ? view(allocate(weight, {columns, terms}, dtype, "a gradient of a weight"),
-                           {terms, columns}, {1, terms})
-                    : none);
+      // As a weight of torch's linear layers lies.
+      weights.push_back(view(allocate(weight, {columns, terms}, dtype, "a gradient of a weight"),
+                             {terms, columns}, {1, terms}));
     }
-    for (size_t i = 0; i < known.vectors.size(); ++i) {
-      needed.push_back(note(known.vectors[i], i, false));
-    }
-    vectors.assign(known.vectors.size(), none);
-    wholes_.resize(count);
+    std::vector<bool> needed;
+    for (size_t i = 0; i < made.vectors.size(); ++i) needed.push_back(note(i, false));
+    vectors.assign(made.vectors.size(), none);
     for (size_t i = 0; i < count; ++i) make_whole(i, dtype);
-    for (size_t i = 0; i < known.vectors.size(); ++i) {
+    for (size_t i = 0; i < made.vectors.size(); ++i) {
       if (!needed[i] || vectors[i].get() != none.get()) continue;
       const Tensor& vector = made.vectors[i];
       vectors[i] = allocate(vector, {vector.size(0)}, dtype, "a gradient of a vector");
@@ -285,6 +307,7 @@ class GradientsOfConstants {
 
   // The gradient of a constant, in its own type; `none` if it has no part in the program.
   Tensor of(size_t i) const {
+    if (is_made_) return i < weights.size() ? weights[i] : vectors[i - weights.size()];
     const std::vector<Use>& uses = uses_[i];
     if (uses.empty()) return none_;
     const Tensor& constant = constants_[i];
@@ -364,6 +387,7 @@ class GradientsOfConstants {
   }
 
   const Tensor* constants_;
+  const bool is_made_;
   const Tensor none_;
   std::vector<std::vector<Use>> uses_;
   std::vector<std::optional<Tensor>> wholes_;

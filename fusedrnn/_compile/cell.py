@@ -114,11 +114,6 @@ class Program:
             shapes[number] = shape
         return shapes
 
-    @functools.cached_property
-    def kept_widths(self) -> list[int]:
-        """Of the carries that no sequence keeps."""
-        return [carry.width for carry in self.form.carries if carry.sequence < 0]
-
     def chunk(
         self, steps: int, rows: int, chunk_size: int, workspace_bytes: int
     ) -> tuple[int, int, int]:

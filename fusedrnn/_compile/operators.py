@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _library
 from .._helpers import call_interruptibly
-from .._ops import as_torch_raises, call_operator
+from .._ops import as_torch_raises
 from .program import Program
 
 CODES = {torch.float64: 8, torch.float32: 4, torch.float16: 2, torch.bfloat16: -2}
@@ -98,78 +98,49 @@ def _function(what: str, is_for_gpu: bool) -> ctypes._NamedFuncPointer:
     return function
 
 
-def forward(*given: Any, **options: Any) -> None:
-    """Writes ``sequences``, ``last``, ``kept`` and ``saved``.
-
-    Args, by position:
-        program: Its number.
-        inputs: (seq_len, batch, width) each.
-        carries: (batch, width) each, the initial ones.
-        weights: (terms, columns) each.
-        vectors: (width) each.
-        reset_to: What a carry becomes at a reset: (batch, width), (1, width) or
-            (seq_len, batch, width).
-        reset_kinds: Of each carry: 0 for zero, 1 for a state, 2 for a sequence of states, 3 for a
-            carry that no reset changes.
-
-    By name; up to ``chunk`` they may be left out:
-        lengths: int64 (batch) on the CPU; a row takes step t if t is less than its length.
-        reset: bool (seq_len, batch).
-        seed: Of the program's draws.
-        stream: Added to the streams of the program's draws.
-        first_step: Where this sequence starts, if it is a part of a longer one.
-        reverse: Whether the steps are taken from the last to the first.
-        chunk: Steps of a chunk, or 0 for as many as ``chunk()`` gives without arguments.
-        sequences: (seq_len, batch, width) each. Zeros in rows that have ended.
-        last: (batch, width) each, the carries after the last step of each row.
-        kept: (chunks, batch, width) of each carry that is in no sequence, before each chunk, in
-            float64 or float32; or an empty list, if there will be no backward.
-        saved: (seq_len * batch, columns) of each array, as ``kept``; or an empty list. With them
-            backward need not repeat products.
-    """
-    call_operator(_library.operators.program_forward, *given, **options)
-
-
-def backward(*given: Any, **options: Any) -> None:
-    """Writes the gradients from ``grad_inputs`` on, all of each.
-
-    Args: As of :func:`forward`, without ``last``; and lists of
-        grad_sequences, grad_last: Of its results.
-        grad_inputs, grad_carries: Of its arguments.
-        grad_weights: In float64 or float32, contiguous or transposed.
-        grad_vectors: The same.
-        grad_reset_to: (batch, width) in float64 or float32 for a state, also if it is (1, width);
-            for a sequence of states as that.
-    """
-    call_operator(_library.operators.program_backward, *given, **options)
-
-
 def call(*given: Any) -> list[Tensor]:
-    """A call of a program whose constants are known.
+    """Some steps of a program.
 
     Args:
         program: Its number.
-        tensors: Inputs of the step, (seq_len, batch, ...) each, its state, (batch, ...) each, its
-            constants, and vectors that have no constant in them.
+        tensors: Inputs of the step, (seq_len, batch, ...) each; its state, (batch, ...) each; its
+            constants; and vectors that have no constant in them.
         first_state: The number of inputs.
         seq_len: Steps.
         keeps: 0 without a backward, 1 for one that repeats products, 2 for one that does not.
-        chunk, reverse, stream, seed, lengths, reset: As of :func:`forward`.
-        reset_kinds: The same, 0 or 3 each, or an empty list.
+        is_made: Whether inputs are those of the program, and its weights, (terms, columns) each,
+            and its vectors, (width) each, come in the place of constants.
+        reset_to: What each carry becomes at a reset, (batch, ...), (1, ...) or (seq_len, batch,
+            ...), or an empty tensor; or none at all.
+        reset_kinds: Of each carry: 0 for zero, 1 for a state, 2 for a sequence of states, 3 for a
+            carry that no reset changes; or none.
+        chunk: Steps of a chunk, or 0 for as many as ``chunk()`` gives without arguments.
+        reverse: Whether the steps are taken from the last to the first.
+        stream: Added to the streams of the program's draws.
+        first_step: Where these steps start, if they are a part of a longer sequence.
+        seed: Of the program's draws, or None.
+        lengths: int64 (batch) on the CPU: a row takes step t if t is less than its length. Or None.
+        reset: bool (seq_len, batch), or None.
 
     Returns:
-        Sequences, the last state, what :func:`forward` calls ``kept``, and ``saved``.
+        Sequences, (seq_len, batch, ...) each, with zeros in rows that have ended; the carries after
+        the last step of each row, (batch, ...) each; of each carry that is in no sequence its
+        values before each chunk, (chunks, batch, width) in float64 or float32, if ``keeps`` is not
+        0; and sums of products, (seq_len * batch, columns) each, if it is 2.
     """
     return _run(_library.operators.program_call, given)
 
 
 def call_backward(*given: Any) -> list[Tensor]:
-    """Gradients of the tensors of a call; an empty one for those that are not needed.
+    """Gradients of ``tensors`` and of ``reset_to``: empty ones for those that are not needed.
+
+    Those of weights and vectors, and of states that rows are set to, are in float64 or float32; of
+    such states they are (batch, width).
 
     Args: As of :func:`call`, with these in the place of ``keeps``:
         kept: What that returned without the last state.
-        gradients: Of sequences and of the last state.
-        needs: Which tensors need a gradient.
+        gradients: Of sequences and of the last state, empty ones for those that have none.
+        needs: Which of ``tensors`` and of ``reset_to`` need a gradient.
     """
     return _run(_library.operators.program_call_backward, given)
 

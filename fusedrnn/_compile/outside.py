@@ -90,18 +90,22 @@ class Outside:
         ]
         return weights, vectors
 
+    @property
+    def has_recipes(self) -> bool:
+        """Whether operators can make weights and vectors, unless constants have odd shapes."""
+        return self._recipes is not None
+
     def numbers(self, sequences: Any, states: Any) -> list[int]:
-        """All that csrc/ops/step_constants.h is to know; none if torch is to make the weights.
+        """All that csrc/ops/step_constants.h is to know.
 
         Args:
             sequences, states: Their shapes in one row.
         """
         recipes = self._recipes
-        if recipes is None:
-            return []
-        shapes = [list(shape) for shape in sequences], [list(shape) for shape in states]
-        counted = list(self._inputs), *shapes, len(recipes.fixed), recipes.weights, recipes.vectors
-        return list(numbers_of(counted))
+        found: list[Any] = [list(map(list, sequences)), list(map(list, states))]
+        if recipes is not None:
+            found += list(self._inputs), len(recipes.fixed), recipes.weights, recipes.vectors
+        return list(numbers_of(tuple(found)))
 
     def fit(self, constants: Sequence[Tensor]) -> bool:
         """Whether weights can be made by what :meth:`numbers` says of constants, whose shapes never

@@ -39,7 +39,7 @@ def with_library(
         constants=constants,
         is_for_gpu=kind == "cuda",
     )
-    program.makes_weights = bool(constants)
+    program.makes_weights = outside.has_recipes
     outside.hold_on(device)
     check(program, trial, device)
     return program

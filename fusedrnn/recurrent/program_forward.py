@@ -8,8 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .noise import Seed
-from .program_call import Arguments, Call, PartCall
+from .program_call import Call, Values
 from .program_parts import Part, with_last
+from .program_steps import Steps
 
 
 class Results(NamedTuple):
@@ -18,25 +19,7 @@ class Results(NamedTuple):
     last: list[Tensor]
     """The state after the last step, (batch, ...) each."""
     for_backward: list[Tensor]
-    """Of a whole sequence :class:`Kept`; else the states between parts, (batch, width) each."""
-
-
-class Kept(NamedTuple):
-    """What the operator for backward needs of some steps."""
-
-    sequences: Sequence[Tensor]
-    carries: Sequence[Tensor]
-    """Before each chunk."""
-    sums: Sequence[Tensor]
-    """Of products; or none."""
-
-    @classmethod
-    def of(cls, call: Call, tensors: Sequence[Tensor]) -> Kept:
-        """From the tensors in a row."""
-        form = call.program.form
-        first = len(form.sequences)
-        second = first + sum(carry.sequence < 0 for carry in form.carries)
-        return cls(tensors[:first], tensors[first:second], tensors[second:])
+    """Of a whole sequence what its steps have kept; else the states between parts."""
 
 
 def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: bool) -> Results:
@@ -45,59 +28,44 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
         tensors: That the function of autograd gets.
         for_backward: Whether to keep what backward needs.
     """
-    if whole := call.whole:
-        keeps = (2 if call.saves_sums else 1) if for_backward else 0
-        made = whole.forward(call, seed, tensors, keeps)
-        first, end = whole.sequences, whole.sequences + call.counts[1]
-        kept = [*made[:first], *made[end:]] if for_backward else []
-        if whole.outputs is None:
-            outputs = _outputs(call, made[:first])
-        else:
-            outputs = [made[i] for i in whole.outputs]
-        return Results(outputs, made[first:end], kept)
-    return _by_parts(Arguments.of(call, seed, tensors), for_backward)
-
-
-def _by_parts(arguments: Arguments, for_backward: bool) -> Results:
-    call, outside = arguments.call, arguments.call.program.printed.outside
-    like, constants = arguments.state[0], arguments.values.constants
+    keeps = 1 + call.saves_sums if for_backward and call.is_whole else 0
+    drawn = seed.on(call.sequence.device) if call.draws else None
+    if (steps := call.steps) and not call.counts[2]:
+        return _whole(call, steps, steps.forward(tensors, [], drawn, keeps))
+    values = Values.of(call, tensors)
+    if steps:
+        given = [*values.inputs, *values.state, *values.constants]
+        reset_to = values.resets(call, call.parts[0], values.state[0].new_empty(0))
+        return _whole(call, steps, steps.forward(given, reset_to, drawn, keeps))
+    outside, like, constants = call.program.printed.outside, values.state[0], values.constants
     weights, vectors = outside(constants, like)
-
-    def call_of(part: Part, state: Sequence[Tensor]) -> PartCall:
-        inputs = outside.inputs(constants, arguments.inputs(part), like)
-        return arguments.of_part(part, inputs, state, weights, vectors)
-
-    if call.is_whole:
-        now = call_of(call.parts[0], arguments.state)
-        kept, last = take(now, call.saves_sums, for_backward)
-        outputs = _outputs(call, kept.sequences)
-        return Results(outputs, last, [x for own in kept for x in own] if for_backward else [])
-    outputs = list[Tensor]()
-    state, between = arguments.state, list[Tensor]()
+    state, outputs, between = list(values.state), list[Tensor](), list[Tensor]()
     for part in call.parts:
-        now = call_of(part, state)
-        sequences, last = now.new_sequences(), now.new_last()
-        now.forward(sequences, last, [], [])
+        steps = Steps.of(call, part, None)
+        inputs = outside.inputs(constants, values.inputs_of(call, part), like)
+        given = [*inputs, *state, *weights, *vectors]
+        reset_to = values.resets(call, part, like.new_empty(0))
+        made = steps.forward(given, reset_to, drawn, keeps)
+        if call.is_whole:
+            return _whole(call, steps, made)
+        sequences, state = made[: steps.sequences], made[steps.sequences :]
         outputs = _last_outputs(call, part, sequences, outputs)
-        state = [leaf.view(leaf.shape[0], -1) for leaf in last]
         between += state
-        del sequences, now  # before the next part has others
-    return Results(outputs, last, between[: -len(state)])
+        del sequences, made  # before the next part has others
+    return Results(outputs, state, between[: -len(state)])
 
 
-def take(now: PartCall, saves_sums: bool, for_backward: bool = True) -> tuple[Kept, list[Tensor]]:
-    """Takes some steps: what backward of them needs, and the state after them."""
-    carries, sums = list[Tensor](), list[Tensor]()
-    if for_backward:
-        carries, sums = now.new_kept(), now.new_sums() if saves_sums else []
-    kept = Kept(now.new_sequences(), carries, sums)
-    last = now.new_last()
-    now.forward(kept.sequences, last, kept.carries, kept.sums)
-    return kept, last
+def _whole(call: Call, steps: Steps, made: list[Tensor]) -> Results:
+    first, end = steps.sequences, steps.sequences + call.counts[1]
+    if call.outputs is None:
+        outputs = _outputs(call, made[:first])
+    else:
+        outputs = [made[i] for i in call.outputs]
+    return Results(outputs, made[first:end], [*made[:first], *made[end:]])
 
 
 def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Of a whole sequence."""
+    """Of a whole sequence, where some are no sequences or the same one."""
     whole, program = call.sequence, call.program
     if not whole.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])

@@ -17,9 +17,10 @@ from .autograd import is_batched, warn_of_loop
 from .gradients import Gradients, gradients_of
 from .graph_loop import loop
 from .noise import Seed
-from .program_call import SEQUENCE, Arguments, Call, PartCall, Values
-from .program_forward import Kept, forward, take
+from .program_call import Call, Values
+from .program_forward import forward
 from .program_parts import Part, gradient_in
+from .program_steps import Steps
 from .programs import without_unused
 from .trees import Leaves
 
@@ -85,9 +86,63 @@ def backward(
         rest: What forward has kept for backward.
         gradients: Of outputs and of the last state.
     """
-    if whole := call.whole:
-        return whole.backward(call, seed, tensors, rest, gradients, needs)
-    return _Backward(Arguments.of(call, seed, tensors), rest, needs).gradients(gradients)
+    if steps := call.steps:
+        return _of_whole(call, steps, seed, tensors, rest, needs, gradients)
+    return _Backward(call, seed, tensors, rest, needs).gradients(gradients)
+
+
+def _of_whole(
+    call: Call,
+    steps: Steps,
+    seed: Seed,
+    tensors: Sequence[Tensor],
+    rest: Sequence[Tensor],
+    needs: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> Gradients:
+    """The same by the operator alone."""
+    part, values = call.parts[0], Values.of(call, tensors)
+    nothing = values.state[0].new_empty(0)
+    needed = Values.of(call, call.program.unread.without(needs, call.counts))
+    found = steps.backward(
+        [*values.inputs, *values.state, *values.constants],
+        values.resets(call, part, nothing),
+        seed.on(call.sequence.device) if call.draws else None,
+        list(rest),
+        _gradients(call, part, gradients, nothing),
+        [
+            *needed.inputs,
+            *needed.state,
+            *needed.constants,
+            *needed.resets(call, part, False),
+        ],
+    )
+    states, constants = sum(call.counts[:2]), len(values.constants)
+    made: Gradients = [one if one.numel() else None for one in found[: states + constants]]
+    resets = call.sequence.resets
+    of_resets: Gradients = [None] * len(values.reset_to)
+    for n, i in enumerate(resets.leaves) if resets and resets.has_values else ():
+        if needed.reset_to[n]:
+            of_resets[n] = _of_rows(found[states + constants + i], values.reset_to[n])
+    return [*made[:states], *of_resets, *made[states:]]
+
+
+def _gradients(
+    call: Call, part: Part, given: Sequence[Tensor | None], nothing: Tensor
+) -> list[Tensor]:
+    """Of a part's sequences and of the state after it; an output without one gives nothing."""
+    numbers, sequence = call.program.printed.output_sequences, call.sequence
+    found = [nothing] * len(call.program.form.sequences)
+    for number, gradient in zip(numbers, given, strict=False):
+        if gradient is not None and not sequence.returns_sequence:
+            gradient = gradient_in(sequence, part, gradient)
+        if gradient is None:
+            continue
+        if found[number] is not nothing:  # two outputs are the same sequence
+            sizes = part.steps, sequence.rows, -1
+            gradient = found[number].reshape(sizes) + gradient.reshape(sizes)
+        found[number] = gradient
+    return found + [nothing if g is None else g for g in given[len(numbers) :]]
 
 
 def _by_loop(
@@ -135,14 +190,19 @@ def _program_without_unused(
 class _Backward:
     """Gradients of one call: part by part from the last one on, and added up."""
 
-    def __init__(self, arguments: Arguments, rest: Sequence[Tensor], needs: Sequence[bool]) -> None:
-        self._arguments, self._call, self._rest = arguments, arguments.call, rest
-        call = arguments.call
-        self._sequence, self._program = call.sequence, call.program
-        self._needs = Values.of(call, needs)
-        self._nothing = arguments.state[0].new_empty(0)
-        self._no_sums = self._nothing.to(arguments.sum_dtype)
-        self._weights = _Weights(call, arguments, self._needs.constants)
+    def __init__(
+        self,
+        call: Call,
+        seed: Seed,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> None:
+        self._call, self._rest = call, rest
+        self._seed = seed.on(call.sequence.device) if call.draws else None
+        self._values, self._needs = Values.of(call, tensors), Values.of(call, needs)
+        self._nothing = self._values.state[0].new_empty(0)
+        self._weights = _Weights(call, self._values, self._needs.constants)
         # What parts give: of weights and vectors, of constants through inputs that are made of
         # them, of the step's inputs, and of what carries become at resets.
         self._sums: dict[int, Tensor] = {}
@@ -152,83 +212,78 @@ class _Backward:
 
     def gradients(self, given: Sequence[Tensor | None]) -> Gradients:
         """In the order of the function's arguments."""
-        count = len(self._program.output_shapes)
-        of_state = [
-            self._nothing if g is None else g.reshape(self._sequence.rows, -1).contiguous()
-            for g in given[count:]
-        ]
+        count = len(self._call.program.output_shapes)
+        of_state: list[Any] = list(given[count:])
         for index in reversed(range(len(self._call.parts))):
-            of_state = self._pass(index, given[:count], of_state)
+            of_state = self._pass(index, [*given[:count], *of_state])
         of_constants = self._weights.gradients([self._sums[i] for i in range(len(self._sums))])
         for i, table in self._of_tables.items():
             other = of_constants.get(i)
             of_constants[i] = table if other is None else table + other.to(table.dtype)
         return self._in_order(of_state, of_constants)
 
-    def _pass(
-        self, index: int, of_outputs: Sequence[Tensor | None], of_state: list[Tensor]
-    ) -> list[Tensor]:
-        """Gradients of the state before a part, from those of the state after it."""
-        arguments, part = self._arguments, self._call.parts[index]
+    def _pass(self, index: int, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Gradients of the state before a part.
+
+        Args:
+            given: Those of outputs, and of the state after the part.
+        """
+        call, part = self._call, self._call.parts[index]
+        values, needs, weights = self._values, self._needs, self._weights
         own = [
             x.detach().requires_grad_() if need else x
-            for x, need in zip(arguments.inputs(part), self._needs.inputs, strict=True)
+            for x, need in zip(values.inputs_of(call, part), needs.inputs, strict=True)
         ]
-        inputs = self._weights.inputs(own)
-        state = self._state_before(index)
-        now = arguments.of_part(
-            part, [x.detach() for x in inputs], state, self._weights.weights, self._weights.vectors
+        inputs = weights.inputs(own)
+        states = len(values.state)
+        tensors = [*(x.detach() for x in inputs), *self._state_before(index), *weights.made]
+        steps, reset_to = Steps.of(call, part, None), values.resets(call, part, self._nothing)
+        kept = list(self._rest)
+        if not call.is_whole:
+            kept = steps.forward(tensors, reset_to, self._seed, 1)
+            del kept[steps.sequences : steps.sequences + states]
+        found = iter(
+            steps.backward(
+                tensors,
+                reset_to,
+                self._seed,
+                kept,
+                _gradients(call, part, given, self._nothing),
+                [
+                    *(x.requires_grad for x in inputs),
+                    *(need or index > 0 for need in needs.state),
+                    *(x.requires_grad for x in weights.with_graph),
+                    *needs.resets(call, part, False),
+                ],
+            )
         )
-        kept = self._kept(now)
-        of_inputs = [x.new_empty(x.shape) if x.requires_grad else self._nothing for x in inputs]
-        weights, sums = self._weights.weights, self._weights.memory()
-        of_before = [
-            leaf.new_empty(leaf.shape) if need or index else self._nothing
-            for leaf, need in zip(arguments.state, self._needs.state, strict=True)
-        ]
-        of_resets = self._memory_of_resets(part)
-        now.backward(
-            *kept,
-            grad_sequences=self._of_sequences(of_outputs, now.of_rows(kept.sequences), part),
-            grad_last=of_state,
-            grad_inputs=of_inputs,
-            grad_carries=of_before,
-            grad_weights=sums[: len(weights)],
-            grad_vectors=sums[len(weights) :],
-            grad_reset_to=of_resets,
-        )
-        for i, gradient in enumerate(sums):
-            _add(self._sums, i, gradient)
-        for i, gradient in enumerate(of_resets) if arguments.kinds else ():
-            if arguments.kinds[i] != SEQUENCE:  # else it is in its place
-                _add(self._of_resets, i, gradient)
+        of_inputs = [next(found) for _ in inputs]
+        of_before = [next(found) for _ in range(states)]
+        for i in range(len(weights.made)):
+            _add(self._sums, i, next(found))
+        for i, (gradient, to) in enumerate(zip(found, reset_to, strict=True)):
+            self._add_reset(i, part, gradient, to)
         self._through_inputs(part, own, inputs, of_inputs)
         return of_before
 
     def _state_before(self, index: int) -> Sequence[Tensor]:
-        count = len(self._arguments.state)
+        state = self._values.state
         if index == 0:
-            return self._arguments.state
-        return self._rest[(index - 1) * count : index * count]
+            return state
+        return self._rest[(index - 1) * len(state) : index * len(state)]
 
-    def _kept(self, now: PartCall) -> Kept:
-        if self._call.is_whole:
-            return Kept.of(self._call, self._rest)
-        return take(now, saves_sums=False)[0]
-
-    def _of_sequences(
-        self, given: Sequence[Tensor | None], sequences: Sequence[Tensor], part: Part
-    ) -> list[Tensor]:
-        """Of a part's sequences, from those of outputs; an output without one gives nothing."""
-        found = [self._nothing] * len(sequences)
-        for number, gradient in zip(self._program.printed.output_sequences, given, strict=True):
-            if gradient is not None and not self._sequence.returns_sequence:
-                gradient = gradient_in(self._sequence, part, gradient)
-            if gradient is None:
-                continue
-            whole = gradient.reshape(sequences[number].shape)
-            found[number] = whole if found[number] is self._nothing else found[number] + whole
-        return found
+    def _add_reset(self, i: int, part: Part, gradient: Tensor, to: Tensor) -> None:
+        """The gradient of what a carry becomes at resets of a part."""
+        resets = self._call.sequence.resets
+        if not gradient.numel() or resets is None:
+            return
+        if not resets.is_sequence:
+            _add(self._of_resets, i, gradient)
+            return
+        if i not in self._of_resets:
+            sizes = self._call.sequence.seq_len, *to.shape[1:]
+            self._of_resets[i] = gradient.new_empty(sizes)
+        self._of_resets[i][part.slice] = gradient
 
     def _through_inputs(
         self, part: Part, own: Sequence[Tensor], made: Sequence[Tensor], of_made: Sequence[Tensor]
@@ -243,7 +298,7 @@ class _Backward:
         for number, gradient in zip(read, found, strict=False):
             if gradient is not None:  # which autograd may have given another leaf, too
                 total = self._of_tables.get(number)
-                gradient = gradient.to(self._no_sums.dtype)
+                gradient = gradient.to(self._call.sum_dtype)
                 self._of_tables[number] = gradient if total is None else total + gradient
         for i, gradient in zip(places, found[len(read) :], strict=True):
             if gradient is None:
@@ -252,38 +307,14 @@ class _Backward:
                 self._of_inputs[i] = gradient
                 continue
             if i not in self._of_inputs:
-                self._of_inputs[i] = own[i].new_empty(self._sequence.seq_len, *own[i].shape[1:])
+                self._of_inputs[i] = own[i].new_empty(
+                    self._call.sequence.seq_len, *own[i].shape[1:]
+                )
             self._of_inputs[i][part.slice] = gradient
-
-    def _memory_of_resets(self, part: Part) -> list[Tensor]:
-        """For the gradients of what carries become at resets."""
-        found = []
-        if not self._arguments.kinds:
-            return [self._no_sums] * len(self._arguments.state)
-        needs = {i: need for i, _, need in self._resets()}
-        reset_to, kinds = self._arguments.reset_to, self._arguments.kinds
-        for i, (tensor, kind) in enumerate(zip(reset_to, kinds, strict=True)):
-            if not needs.get(i):
-                found.append(self._nothing if kind == SEQUENCE else self._no_sums)
-            elif kind == SEQUENCE:
-                if i not in self._of_resets:
-                    self._of_resets[i] = tensor.new_empty(tensor.shape)
-                found.append(self._of_resets[i][part.slice])
-            else:
-                shape = (self._sequence.rows, tensor.shape[1])
-                found.append(tensor.new_empty(shape, dtype=self._no_sums.dtype))
-        return found
-
-    def _resets(self) -> list[tuple[int, int, bool]]:
-        """For each carry that resets give a value: its number, the value's, and its need."""
-        resets = self._sequence.resets
-        if resets is None or not resets.has_values:
-            return []
-        return [(i, n, self._needs.reset_to[n]) for n, i in enumerate(resets.leaves)]
 
     def _in_order(self, of_state: Sequence[Tensor], of_constants: dict[int, Tensor]) -> Gradients:
         # As autograd does it, what unused results alone have read gets none, and no zeros.
-        values, unread = self._arguments.values, self._program.unread
+        values, unread = self._values, self._call.program.unread
         inputs: Gradients = [
             None if i in unread.inputs else self._of_inputs.get(i)
             for i in range(len(values.inputs))
@@ -295,8 +326,9 @@ class _Backward:
                 zip(values.state, of_state, self._needs.state, strict=True)
             )
         ]
-        for i, n, need in self._resets():
-            if need:
+        resets = self._call.sequence.resets
+        for n, i in enumerate(resets.leaves) if resets and resets.has_values else ():
+            if self._needs.reset_to[n]:
                 reset_to[n] = _of_rows(self._of_resets[i], values.reset_to[n])
         constants: Gradients = []
         for i, constant in enumerate(values.constants):
@@ -308,17 +340,19 @@ class _Backward:
 class _Weights:
     """Weights and vectors of a program in backward, and gradients of what they are made of."""
 
-    def __init__(self, call: Call, arguments: Arguments, needs: Sequence[bool]) -> None:
-        self._outside, self._needs = call.program.printed.outside, needs
-        self._like, self._sum_dtype = arguments.state[0], arguments.sum_dtype
-        given = zip(arguments.values.constants, needs, strict=True)
+    def __init__(self, call: Call, values: Values, needs: Sequence[bool]) -> None:
+        self._outside, self._needs, self._like = (
+            call.program.printed.outside,
+            needs,
+            values.state[0],
+        )
+        given = zip(values.constants, needs, strict=True)
         self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
         """Leaves of a graph of autograd."""
         with torch.enable_grad():
             weights, vectors = self._outside(self._constants, self._like)
-        self._made = [*weights, *vectors]
-        self.weights = [weight.detach() for weight in weights]
-        self.vectors = [vector.detach() for vector in vectors]
+        self.with_graph = [*weights, *vectors]
+        self.made = [tensor.detach() for tensor in self.with_graph]
 
     def inputs(self, own: Sequence[Tensor]) -> list[Tensor]:
         """What the program reads, of a part's own inputs."""
@@ -331,23 +365,10 @@ class _Weights:
             return {}
         return {i: c for i, c in enumerate(self._constants) if self._needs[i]}
 
-    def memory(self) -> list[Tensor]:
-        """For gradients of weights and vectors; those of a weight lie as the weight does."""
-        found = []
-        for tensor in self._made:
-            if not tensor.requires_grad:
-                found.append(self._like.new_empty(0, dtype=self._sum_dtype))
-            elif tensor.dim() == 2:
-                terms, columns = tensor.shape
-                found.append(self._like.new_empty((columns, terms), dtype=self._sum_dtype).t())
-            else:
-                found.append(self._like.new_empty(tensor.shape, dtype=self._sum_dtype))
-        return found
-
     def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
         """Of constants, by their numbers, from those of weights and vectors."""
         places = [i for i, need in enumerate(self._needs) if need]
-        found = _through(self._made, of_made, [self._constants[i] for i in places])
+        found = _through(self.with_graph, of_made, [self._constants[i] for i in places])
         return {i: g for i, g in zip(places, found, strict=True) if g is not None}
 
 

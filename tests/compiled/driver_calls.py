@@ -11,6 +11,7 @@ from driver_cells import Cell, Made
 from plain import operators_loop
 from torch import Tensor
 
+from fusedrnn import _library
 from fusedrnn._compile import operators
 
 ZERO, ROWS, STEPS, KEEP = range(4)
@@ -268,10 +269,10 @@ def run(call: Call, memory: Memory, *, has_backward: bool = True) -> None:
         "kept": memory.kept,
         "saved": memory.saved,
     }
-    operators.forward(*arguments, last=memory.last, **options)
+    _library.operators.program_forward(*arguments, last=memory.last, **options)
     if not has_backward:
         return
-    operators.backward(
+    _library.operators.program_backward(
         *arguments,
         grad_sequences=call.grad_sequences,
         grad_last=call.grad_last,

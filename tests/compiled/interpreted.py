@@ -25,7 +25,7 @@ from fusedrnn._compile.cell import Printed
 from fusedrnn._compile.graphs import CannotStore
 from fusedrnn._compile.interpret import _Step
 from fusedrnn.recurrent import compiling, programs
-from fusedrnn.recurrent.program_call import KEEP, ZERO
+from fusedrnn.recurrent.program_steps import SEQUENCE, STATE
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
@@ -48,7 +48,7 @@ def have_own_programs(patch: pytest.MonkeyPatch, backend: str = "") -> None:
 def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
     """Programs are run by torch."""
     fake = ModuleType("operators")
-    for function in (_Operators.chunk, _Operators.forward, _Operators.backward):
+    for function in (_Operators.chunk, _Operators.call, _Operators.call_backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
 
     def with_library(program: Any, *_: Any) -> Any:
@@ -86,69 +86,98 @@ class _Operators:
     ) -> list[int]:
         return [min(chunk, seq_len) if chunk > 0 else seq_len, 0, 0]
 
-    def forward(
-        self, number: int, *given: Any, sequences: list[Tensor], last: list[Tensor],
-        kept: list[Tensor], saved: list[Tensor], **options: Any,
-    ) -> None:  # fmt: skip
+    def call(
+        self, number: int, tensors: list[Tensor], first_state: int, seq_len: int, keeps: int,
+        is_made: bool, *options: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        assert is_made, "programs without a library get weights that are made"
+        program = _programs[number]
+        groups = _groups(program, tensors, first_state)
         with torch.no_grad():
-            steps = sequences[0].shape[0]
-            results = _run(_programs[number], steps, *given, **options)
-        for to, value in zip((*sequences, *last), results, strict=True):
-            to.copy_(value)
-        for tensor in kept:  # nobody may read it
-            tensor.fill_(torch.nan)
+            results = _run(program, seq_len, groups, *options)
+        like, form = groups[1][0], program.form
+        made = list[Tensor]()
+        for shapes, values in (
+            (program.sequence_shapes, results[: len(form.sequences)]),
+            (program.state_shapes, results[len(form.sequences) :]),
+        ):
+            for shape, value in zip(shapes, values, strict=True):
+                flat = value.to(like.dtype)
+                made.append(flat.reshape(*flat.shape[:-1], *shape).clone())
+        if keeps:  # nobody may read it
+            made += [like.new_full((1,), torch.nan) for c in form.carries if c.sequence < 0]
+        if keeps > 1:
+            made += [like.new_full((1,), torch.nan) for _ in form.arrays]
+        return made
 
-    def backward(
-        self, number: int, inputs: list[Tensor], carries: list[Tensor], weights: list[Tensor],
-        vectors: list[Tensor], reset_to: list[Tensor], kinds: list[int], *,
-        sequences: list[Tensor], kept: list[Tensor], saved: list[Tensor],
-        grad_sequences: list[Tensor], grad_last: list[Tensor], grad_inputs: list[Tensor],
-        grad_carries: list[Tensor], grad_weights: list[Tensor], grad_vectors: list[Tensor],
-        grad_reset_to: list[Tensor], **options: Any,
-    ) -> None:  # fmt: skip
-        rows = carries[0].shape[0]
-        to = [
-            t.expand(rows, -1) if t.dim() == 2 and kind not in (ZERO, KEEP) else t
-            for t, kind in zip(reset_to, kinds, strict=True)
-        ]
-        groups = [
-            [leaf.detach().clone().requires_grad_() for leaf in leaves]
-            for leaves in (inputs, carries, weights, vectors, to)
+    def call_backward(
+        self, number: int, tensors: list[Tensor], first_state: int, seq_len: int,
+        kept: list[Tensor], gradients: list[Tensor], needs: list[bool], is_made: bool,
+        *options: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        assert is_made
+        program, (reset_to, *others) = _programs[number], options
+        rows, dtype = tensors[first_state].shape[0], tensors[first_state].dtype
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in tensors]
+        to = [leaf.detach().clone().requires_grad_() for leaf in reset_to]
+        kinds = others[0]
+        wide = [
+            t.expand(rows, *t.shape[1:]) if kind == STATE else t
+            for t, kind in zip(to, kinds, strict=bool(to))
         ]
         with torch.enable_grad():
-            steps = sequences[0].shape[0]
-            results = _run(_programs[number], steps, *groups, kinds, **options)
+            groups = _groups(program, leaves, first_state)
+            results = _run(program, seq_len, groups, wide, *others)
         pairs = [
-            (value, gradient)
-            for value, gradient in zip(results, (*grad_sequences, *grad_last), strict=True)
+            (value, gradient.reshape(value.shape))
+            for value, gradient in zip(results, gradients, strict=True)
             if gradient.numel() and value.requires_grad
         ]
-        leaves = [leaf for group in groups for leaf in group]
-        wanted = [*grad_inputs, *grad_carries, *grad_weights, *grad_vectors]
-        wanted += grad_reset_to if to else []
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        found: Sequence[Tensor | None] = [None] * len(needs)
         if pairs:
             values, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(values, leaves, given, allow_unused=True)
-        for memory, gradient in zip(wanted, found, strict=True):
-            if memory.numel():
-                memory.copy_(torch.zeros(()) if gradient is None else gradient)
+            found = torch.autograd.grad(values, [*leaves, *to], given, allow_unused=True)
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        made = []
+        for i, (leaf, gradient, need) in enumerate(zip([*leaves, *to], found, needs, strict=True)):
+            is_sum = i >= first_state + len(program.form.carries)
+            is_sum &= i < len(leaves) or kinds[i - len(leaves)] == STATE
+            one = torch.zeros_like(leaf) if gradient is None else gradient
+            made.append(one.to(sums if is_sum else dtype) if need else leaf.new_empty(0))
+        return made
+
+
+def _groups(program: Any, tensors: list[Tensor], first_state: int) -> list[list[Tensor]]:
+    """Inputs, carries, weights and vectors, as the interpreter takes them."""
+    form = program.form
+    first = first_state + len(form.carries)
+    weights = 1 + max((product.weight for product in form.products), default=-1)
+    dtype = tensors[first_state].dtype
+    return [
+        [x.to(dtype).reshape(*x.shape[:2], -1) for x in tensors[:first_state]],
+        [x.to(dtype).reshape(x.shape[0], -1) for x in tensors[first_state:first]],
+        list(tensors[first : first + weights]),
+        list(tensors[first + weights :]),
+    ]
 
 
 def _run(
-    program: Any, steps: int, inputs: list[Tensor], carries: list[Tensor], weights: list[Tensor],
-    vectors: list[Tensor], reset_to: list[Tensor], kinds: list[int], *, lengths: Tensor | None,
-    reset: Tensor | None, seed: Tensor | None, stream: int, first_step: int, reverse: bool,
-    chunk: int,
+    program: Any, steps: int, groups: list[list[Tensor]], reset_to: list[Tensor],
+    kinds: list[int], chunk: int, reverse: bool, stream: int, first_step: int,
+    seed: Tensor | None, lengths: Tensor | None, reset: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    made_by, like = program.made(), carries[0]
+    made_by, like = program.made(), groups[1][0]
     plan = made_by.plan
     rows = like.shape[0]
-    inputs, carries, weights, vectors, reset_to = (
-        [leaf.double() for leaf in leaves]
-        for leaves in (inputs, carries, weights, vectors, reset_to)
-    )
+    inputs, carries, weights, vectors = ([leaf.double() for leaf in leaves] for leaves in groups)
+    nothing = like.new_empty(0)
+    reset_to = [
+        t.double().reshape(*t.shape[: 2 if kind == SEQUENCE else 1], -1)
+        if kind in (STATE, SEQUENCE)
+        else t
+        for t, kind in zip(reset_to or [nothing] * len(kinds), kinds, strict=True)
+    ]
     draws = {
         d: _ops.draw(
             seed,

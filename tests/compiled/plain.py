@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedrnn.recurrent.noise import Noise, Seed
-from fusedrnn.recurrent.program_call import KEEP, SEQUENCE, ZERO
+from fusedrnn.recurrent.program_steps import KEEP, SEQUENCE, ZERO
 from fusedrnn.recurrent.reads import Watch
 
 

@@ -12,6 +12,7 @@ from driver_calls import ROWS, STEPS, Call, Memory, random_call, resets, run
 from driver_cells import CELLS
 from torch import Tensor
 
+from fusedrnn import _library
 from fusedrnn._compile import operators
 from fusedrnn._compile.program import In, Operand, Out, Phase, Program, Source, Stage
 
@@ -256,7 +257,7 @@ def _forward(call: Call, **changes: Any) -> None:
     } | changes
     number = arguments.pop("number")
     tensors = (call.inputs, call.carries, call.weights, call.vectors)
-    operators.forward(number, *tensors, [], [], **arguments)
+    _library.operators.program_forward(number, *tensors, [], [], **arguments)
 
 
 def double(*shape: int) -> Tensor:

@@ -1,0 +1,135 @@
+"""Some steps of a call, or all of them, as the operators of programs take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from .. import _compile
+
+if TYPE_CHECKING:
+    from .program_call import Call
+    from .program_parts import Part
+
+ZERO, STATE, SEQUENCE, KEEP = range(4)
+"""What a carry becomes at a reset: zero, a state, that of a sequence of states, what it is."""
+
+
+class Steps(NamedTuple):
+    """What the operators get besides tensors of steps, in the order of their schemas."""
+
+    program: int
+    first_state: int
+    """The number of inputs."""
+    seq_len: int
+    fixed: list[Tensor]
+    """What comes behind the tensors, if the operators make weights and vectors of these."""
+    options: tuple[Any, ...]
+    """From ``chunk`` to ``first_step``."""
+    masks: tuple[Any, ...]
+    """Lengths and resets."""
+    is_made: bool
+    """Whether tensors are inputs and weights of the program, and not those of the step."""
+    kinds: list[int]
+    """What each carry becomes at a reset; none without resets."""
+    sequences: int
+    """Their number."""
+
+    @staticmethod
+    def of(call: Call, part: Part, fixed: list[Tensor] | None) -> Steps:
+        """
+        Args:
+            fixed: None if weights and vectors come as they are.
+        """
+        sequence, program, chunk = call.sequence, call.program, call.chunk
+        lengths, reset = sequence.lengths, sequence.reset
+        if not call.is_whole:
+            chunk, _, _ = call.origin.chunk(part.steps, sequence.rows, chunk, 0)
+            if lengths is not None:
+                lengths = (lengths - part.begin).clamp(0, part.steps)
+        if reset is not None:
+            reset = reset[part.slice].contiguous()
+        return Steps(
+            program.number,
+            call.counts[0] if fixed is not None else len(program.form.inputs),
+            part.steps,
+            fixed or [],
+            (chunk, sequence.backwards, sequence.layer, part.begin),
+            (lengths, reset),
+            fixed is None,
+            _kinds_of_resets(call),
+            len(program.form.sequences),
+        )
+
+    def forward(
+        self, tensors: Sequence[Tensor], reset_to: list[Tensor], seed: Tensor | None, keeps: int
+    ) -> list[Tensor]:
+        """Sequences, the last state, and what is kept for backward.
+
+        Args:
+            tensors: Inputs, states, and constants or what is made of them.
+            reset_to: Of each carry, or none.
+            keeps: 0 for nothing, 1 for what backward needs, 2 for the sums of products, too.
+        """
+        return _compile.operators.call(
+            self.program,
+            [*tensors, *self.fixed],
+            self.first_state,
+            self.seq_len,
+            keeps,
+            self.is_made,
+            reset_to,
+            self.kinds,
+            *self.options,
+            seed,
+            *self.masks,
+        )
+
+    def backward(
+        self,
+        tensors: Sequence[Tensor],
+        reset_to: list[Tensor],
+        seed: Tensor | None,
+        kept: list[Tensor],
+        gradients: list[Tensor],
+        needs: Sequence[bool],
+    ) -> list[Tensor]:
+        """Gradients of the tensors and of what resets set, empty ones where there is none.
+
+        Args:
+            kept: By forward, without the last state.
+            gradients: Of sequences and of the last state.
+            needs: Which tensors need a gradient; and which of ``reset_to``.
+        """
+        count = len(tensors)
+        fixed = [False] * len(self.fixed)
+        found = _compile.operators.call_backward(
+            self.program,
+            [*tensors, *self.fixed],
+            self.first_state,
+            self.seq_len,
+            kept,
+            gradients,
+            [*needs[:count], *fixed, *needs[count:]],
+            self.is_made,
+            reset_to,
+            self.kinds,
+            *self.options,
+            seed,
+            *self.masks,
+        )
+        return found[:count] + found[count + len(fixed) :]
+
+
+def _kinds_of_resets(call: Call) -> list[int]:
+    resets = call.sequence.resets
+    if resets is None:
+        return []
+    kinds, kind = [KEEP] * call.counts[1], ZERO
+    if resets.has_values:
+        kind = SEQUENCE if resets.is_sequence else STATE
+    for i in resets.leaves:
+        kinds[i] = kind
+    return kinds
