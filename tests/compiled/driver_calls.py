@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedrnn import _library
 from fusedrnn._compile import operators
+from fusedrnn._ops import call_operator
 
 ZERO, ROWS, STEPS, KEEP = range(4)
 """Kinds of resets."""
@@ -269,10 +270,11 @@ def run(call: Call, memory: Memory, *, has_backward: bool = True) -> None:
         "kept": memory.kept,
         "saved": memory.saved,
     }
-    _library.operators.program_forward(*arguments, last=memory.last, **options)
+    call_operator(_library.operators.program_forward, *arguments, last=memory.last, **options)
     if not has_backward:
         return
-    _library.operators.program_backward(
+    call_operator(
+        _library.operators.program_backward,
         *arguments,
         grad_sequences=call.grad_sequences,
         grad_last=call.grad_last,

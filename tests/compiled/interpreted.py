@@ -121,11 +121,11 @@ class _Operators:
         leaves = [leaf.detach().clone().requires_grad_() for leaf in tensors]
         to = [leaf.detach().clone().requires_grad_() for leaf in reset_to]
         kinds = others[0]
-        wide = [
-            t.expand(rows, *t.shape[1:]) if kind == STATE else t
-            for t, kind in zip(to, kinds, strict=bool(to))
-        ]
         with torch.enable_grad():
+            wide = [
+                t.expand(rows, *t.shape[1:]) if kind == STATE else t
+                for t, kind in zip(to, kinds, strict=bool(to))
+            ]
             groups = _groups(program, leaves, first_state)
             results = _run(program, seq_len, groups, wide, *others)
         pairs = [

@@ -98,7 +98,7 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
 def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a record, which is not compared to anything."""
     held: list[torch.device] = []
-    outside = SimpleNamespace(hold_on=held.append, numbers=lambda *_: [])
+    outside = SimpleNamespace(hold_on=held.append, numbers=lambda *_: [], has_recipes=False)
     program: Any = SimpleNamespace(
         printed=SimpleNamespace(text="", outside=outside),
         form=None,
