@@ -3,6 +3,7 @@
 #pragma once
 #include <vector>
 
+#include "made_of_constants.h"
 #include "program_ops.h"
 
 namespace fusedrnn {

@@ -1,6 +1,6 @@
 """How weights and vectors of a program are made of a step's constants: mostly as these are.
 
-Then csrc/ops/step_constants.h makes them, and neither they nor gradients of the constants need a
+Then csrc/ops/made_of_constants.h makes them, and neither they nor gradients of the constants need a
 graph of autograd.
 """
 

@@ -553,4 +553,4 @@ def test_calls_of_a_compiled_cell_are_few() -> None:
         finally:
             sys.setprofile(None)
     assert len(calls) <= 120
-    assert len(set(calls)) <= 25
+    assert len(set(calls)) <= 12

@@ -1,0 +1,273 @@
+// The weights and vectors of a call, made of the constants of its step; and gradients of the
+// constants, made of theirs.
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "step_constants.h"
+#include "tensors.h"
+
+namespace fusedrnn {
+
+// Weights and vectors of one call.
+class MadeOfConstants {
+ public:
+  // known: none if the constants are the weights and vectors themselves.
+  // constants: those of the step, and then the fixed tensors.
+  MadeOfConstants(const program::Program& program, const StepConstants* known, ScalarType dtype,
+                  const Tensor* constants, size_t count)
+      : dtype_(dtype) {
+    const size_t weight_count = size_t(program.weights()), vector_count = program.vectors.size();
+    if (known == nullptr) {
+      FUSEDRNN_CHECK(count == weight_count + vector_count, "expected ", weight_count,
+                     " weights and ", vector_count, " vectors, got ", count, " tensors");
+      weights.assign(constants, constants + weight_count);
+      vectors.assign(constants + weight_count, constants + count);
+      for (size_t i = 0; i < count; ++i) {
+        const int64_t dims = i < weight_count ? 2 : 1;
+        FUSEDRNN_CHECK(constants[i].dim() == dims,
+                       "a weight must have 2 dimensions and a vector "
+                       "1, got ",
+                       shape_text(constants[i].sizes()));
+      }
+      return;
+    }
+    FUSEDRNN_CHECK(known->weights.size() == weight_count && known->vectors.size() == vector_count,
+                   "nobody has said how this program's weights are made");
+    FUSEDRNN_CHECK(int64_t(count) >= known->fixed, "expected ", known->fixed,
+                   " fixed tensors behind the constants of the step, got ", count);
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor& constant = constants[i];
+      constants_.push_back(constant.scalar_type() == dtype ? constant
+                                                           : torch::stable::to(constant, dtype));
+    }
+    std::vector<int64_t> terms_of(weight_count);
+    for (const program::Product& p : program.products) terms_of[size_t(p.weight)] = p.terms;
+    for (size_t i = 0; i < weight_count; ++i) {
+      weights.push_back(weight(known->weights[i][0], terms_of[i]));
+    }
+    for (const Terms& terms : known->vectors) vectors.push_back(vector(terms));
+  }
+
+  std::vector<Tensor> weights, vectors;
+
+  // The number of a side's constant among those of the call, or less than 0 for zeros.
+  int64_t number_of(const Side& side) const {
+    if (side.constant >= Side::kZeros) return side.constant;
+    return int64_t(constants_.size()) + 1 + side.constant;
+  }
+
+ private:
+  const Tensor& constant(const Side& side) const {
+    const int64_t i = number_of(side);
+    FUSEDRNN_CHECK(i >= 0 && i < int64_t(constants_.size()), "there is no constant ", i);
+    return constants_[size_t(i)];
+  }
+  // (terms, columns), of the constant itself.
+  Tensor rows(const Side& side, int64_t terms) const {
+    const Tensor& own = constant(side);
+    const int64_t row = side.is_transposed ? 1 : 0;
+    FUSEDRNN_CHECK(
+        own.dim() == 2 && own.size(1 - row) == side.columns && own.size(row) - terms >= side.first,
+        "a weight cannot be made of ", shape_text(own.sizes()));
+    if (row == 0 && own.size(0) == terms) return own;
+    const int64_t stride = own.stride(row);
+    return view(own, {terms, side.columns}, {stride, own.stride(1 - row)}, side.first * stride);
+  }
+  Tensor weight(const std::vector<Side>& sides, int64_t terms) const {
+    if (sides.size() == 1) return rows(sides[0], terms);
+    // Side by side in the way in which torch's linear layers have their weights.
+    int64_t columns = 0;
+    for (const Side& side : sides) columns += side.columns;
+    const Tensor whole = allocate(constant(sides[0]), {columns, terms}, dtype_, "a weight");
+    int64_t place = 0;
+    for (const Side& side : sides) {
+      Tensor part = view(whole, {terms, side.columns}, {1, terms}, place * terms);
+      torch::stable::copy_(part, rows(side, terms));
+      place += side.columns;
+    }
+    return view(whole, {terms, columns}, {1, terms});
+  }
+  Tensor numbers(const Side& side) const {
+    const Tensor& own = constant(side);
+    FUSEDRNN_CHECK(own.dim() == 1 && own.size(0) - side.columns >= side.first,
+                   "a vector cannot be made of ", shape_text(own.sizes()));
+    if (own.size(0) == side.columns) return own;
+    return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
+  }
+  Tensor term(const std::vector<Side>& sides) const {
+    if (sides.size() == 1 && sides[0].constant != Side::kZeros) return numbers(sides[0]);
+    int64_t width = 0, place = 0;
+    for (const Side& side : sides) width += side.columns;
+    FUSEDRNN_CHECK(!constants_.empty(), "there are no constants");
+    const Tensor whole = allocate(constants_[0], {width}, dtype_, "a vector", /*zeros=*/true);
+    for (const Side& side : sides) {
+      if (side.constant != Side::kZeros) {
+        Tensor part = view(whole, {side.columns}, {1}, place);
+        torch::stable::copy_(part, numbers(side));
+      }
+      place += side.columns;
+    }
+    return whole;
+  }
+  Tensor vector(const Terms& terms) const {
+    Tensor total = term(terms[0]);
+    for (size_t i = 1; i < terms.size(); ++i) {
+      total = torch::stable::subtract(total, term(terms[i]), -1);
+    }
+    return total;
+  }
+
+  const ScalarType dtype_;
+  std::vector<Tensor> constants_;
+};
+
+// Memory for gradients of weights and vectors, and those of constants that come of them.
+class GradientsOfConstants {
+ public:
+  // known: as of MadeOfConstants.
+  // needs: whether a constant gets a gradient, by its number.
+  // none: stands for no gradient.
+  template <class Needs>
+  GradientsOfConstants(const StepConstants* known, const MadeOfConstants& made,
+                       const Tensor* constants, size_t count, const Needs& needs, ScalarType dtype,
+                       const Tensor& none)
+      : constants_(constants), is_made_(known == nullptr), none_(none), uses_(count),
+        wholes_(count) {
+    const size_t weight_count = made.weights.size();
+    // Whether a weight or a vector needs a gradient.
+    const auto note = [&](size_t made_of, bool is_weight) {
+      if (is_made_) return bool(needs(is_weight ? made_of : weight_count + made_of));
+      const Terms& terms = (is_weight ? known->weights : known->vectors)[made_of];
+      bool is_needed = false;
+      for (size_t term = 0; term < terms.size(); ++term) {
+        int64_t place = 0;
+        for (const Side& side : terms[term]) {
+          const int64_t i = made.number_of(side);
+          if (i >= 0 && needs(size_t(i))) {
+            is_needed = true;
+            uses_[size_t(i)].push_back({side, made_of, is_weight, place, term > 0,
+                                        terms.size() == 1 && terms[0].size() == 1});
+          }
+          place += side.columns;
+        }
+      }
+      return is_needed;
+    };
+    for (size_t i = 0; i < weight_count; ++i) {
+      if (!note(i, true)) {
+        weights.push_back(none);
+        continue;
+      }
+      const Tensor& weight = made.weights[i];
+      const int64_t terms = weight.size(0), columns = weight.size(1);
+      // As a weight of torch's linear layers lies.
+      weights.push_back(view(allocate(weight, {columns, terms}, dtype, "a gradient of a weight"),
+                             {terms, columns}, {1, terms}));
+    }
+    std::vector<bool> needed;
+    for (size_t i = 0; i < made.vectors.size(); ++i) needed.push_back(note(i, false));
+    vectors.assign(made.vectors.size(), none);
+    for (size_t i = 0; i < count; ++i) make_whole(i, dtype);
+    for (size_t i = 0; i < made.vectors.size(); ++i) {
+      if (!needed[i] || vectors[i].get() != none.get()) continue;
+      const Tensor& vector = made.vectors[i];
+      vectors[i] = allocate(vector, {vector.size(0)}, dtype, "a gradient of a vector");
+    }
+  }
+
+  // Memory that the program writes.
+  std::vector<Tensor> weights, vectors;
+
+  // The gradient of a constant, in its own type; `none` if it has no part in the program.
+  Tensor of(size_t i) const {
+    if (is_made_) return i < weights.size() ? weights[i] : vectors[i - weights.size()];
+    const std::vector<Use>& uses = uses_[i];
+    if (uses.empty()) return none_;
+    const Tensor& constant = constants_[i];
+    Tensor found = wholes_[i] ? *wholes_[i] : sum(i);
+    return found.scalar_type() == constant.scalar_type()
+               ? found
+               : torch::stable::to(found, constant.scalar_type());
+  }
+
+ private:
+  struct Use {
+    Side side;
+    size_t made_of;  // which weight or vector
+    bool is_weight;
+    int64_t place;   // its first column there
+    bool is_shared;  // whether an earlier term has the same gradient
+    bool is_all;     // whether the weight or vector consists of it alone
+  };
+
+  // A constant that vectors are parts of, as gains of several gates are, gets its gradient in one
+  // piece.
+  void make_whole(size_t i, ScalarType dtype) {
+    const std::vector<Use>& uses = uses_[i];
+    if (uses.size() < 2) return;
+    std::vector<std::pair<int64_t, int64_t>> parts;
+    for (const Use& use : uses) {
+      if (use.is_weight || !use.is_all) return;
+      parts.emplace_back(use.side.first, use.side.columns);
+    }
+    std::sort(parts.begin(), parts.end());
+    int64_t end = 0;
+    for (const auto& [first, columns] : parts) {
+      if (first != end) return;
+      end += columns;
+    }
+    if (end != constants_[i].size(0)) return;
+    wholes_[i] = allocate(constants_[i], {end}, dtype, "a gradient of a constant");
+    for (const Use& use : uses) {
+      vectors[use.made_of] = view(*wholes_[i], {use.side.columns}, {1}, use.side.first);
+    }
+  }
+
+  // A use's part of the gradient, which lies as the constant does: (rows or numbers, columns).
+  Tensor part(const Use& use) const {
+    const Side& side = use.side;
+    if (!use.is_weight) return view(vectors[use.made_of], {side.columns}, {1}, use.place);
+    const Tensor& gradient = weights[use.made_of];
+    const int64_t terms = gradient.size(0), first = use.place * terms;
+    if (side.is_transposed) return view(gradient, {side.columns, terms}, {terms, 1}, first);
+    return view(gradient, {terms, side.columns}, {1, terms}, first);
+  }
+  Tensor sum(size_t i) const {
+    const std::vector<Use>& uses = uses_[i];
+    const Tensor& constant = constants_[i];
+    if (uses.size() == 1) {
+      const Tensor only = part(uses[0]);
+      const auto sizes = only.sizes(), all = constant.sizes();
+      if (std::equal(sizes.begin(), sizes.end(), all.begin(), all.end())) {
+        return uses[0].is_shared ? torch::stable::clone(only) : only;
+      }
+    }
+    std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
+    const ScalarType dtype = part(uses[0]).scalar_type();
+    Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
+    std::vector<std::pair<int64_t, int64_t>> written;
+    for (const Use& use : uses) {
+      const Tensor own = part(use);
+      const int64_t dim = use.is_weight && use.side.is_transposed ? 1 : 0;
+      const int64_t first = use.side.first, end = first + own.size(dim);
+      Tensor place = torch::stable::narrow(total, dim, first, own.size(dim));
+      const bool is_new = std::none_of(written.begin(), written.end(), [&](const auto& other) {
+        return other.first < end && first < other.second;
+      });
+      torch::stable::copy_(place, is_new ? own : torch::stable::subtract(place, own, -1));
+      written.emplace_back(first, end);
+    }
+    return total;
+  }
+
+  const Tensor* constants_;
+  const bool is_made_;
+  const Tensor none_;
+  std::vector<std::vector<Use>> uses_;
+  std::vector<std::optional<Tensor>> wholes_;
+};
+
+}  // namespace fusedrnn
