@@ -144,6 +144,7 @@ ALONE = [
     ("train_text", ["--steps", "2", "--cell", "ours"], "train_text", [OURS]),
     # torch lacks an LSTM in 16 bits for some processors
     ("train_text", ["--steps", "2", "--dtype", "bfloat16"], "train_text_bfloat16", None),
+    pytest.param("any_cell_calls", [], "any_cell_calls", ["GRUCell"], marks=pytest.mark.slow),
     pytest.param("any_cell_large", [], "any_cell_large", ["ForumCell"], marks=pytest.mark.slow),
     pytest.param("any_cell", ["--cell", "LateResetGRU"], "any_cell", None, marks=pytest.mark.slow),
 ]
