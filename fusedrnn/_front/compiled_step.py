@@ -97,13 +97,9 @@ class CompiledStep:
         torch._C._set_grad_enabled(True)  # one graph, whether gradients are wanted or not
         try:
             try:
-                made = self._take(call, given)
+                made: tuple[Any, Any] = self._compiled(*given)
             except Exception as error:
-                if call.has_run or not _is_warning(error):
-                    raise
-                with warnings.catch_warnings():  # which the user has made errors
-                    warnings.simplefilter("ignore")
-                    made = self._take(call, given)
+                made = self._take_again(error, call, given)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # torch.compile lets some of its own pass, such as IndexError
@@ -121,16 +117,30 @@ class CompiledStep:
             raise Refusal("torch.compile is switched off")
         return made
 
-    def _take(self, call: Call, given: Sequence[Any]) -> tuple[Any, Any]:
-        while True:
+    def _take_again(self, error: Exception, call: Call, given: Sequence[Any]) -> tuple[Any, Any]:
+        """After an error of a call that may be right the next time.
+
+        torch 2.13 counts the calls of graphs for all threads at once, and says that there was none
+        if another thread has started to count in between.
+        """
+        made: tuple[Any, Any]
+        while call.made is not None and "found no compiled frames" in str(error):
             try:
-                made: tuple[Any, Any] = self._compiled(*given)
+                made = self._compiled(*given)
                 return made
-            except RuntimeError as error:
-                # torch 2.13 counts the calls of graphs for all threads at once, and says that
-                # there was none if another thread has started to count in between.
-                if call.made is None or "found no compiled frames" not in str(error):
+            except RuntimeError as other:
+                error = other
+        if call.has_run or not _is_warning(error):
+            raise error
+        with warnings.catch_warnings():  # which the user has made errors
+            warnings.simplefilter("ignore")
+            try:
+                made = self._compiled(*given)
+                return made
+            except RuntimeError as other:
+                if call.made is None:
                     raise
+                return self._take_again(other, call, given)
 
     def _refusal(self, error: BaseException) -> Refusal:
         cause: BaseException | None = error

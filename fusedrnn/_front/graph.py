@@ -121,6 +121,8 @@ class StepGraph:
             if role in ("input", "state") and isinstance(self._values[i].shape[0], torch.SymInt)
         }
         self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
+        self.has_tensors_alone = not floats and all(self._is_rows)
+        """Whether steps get nothing else that may change from call to call."""
         self.dtype = states[0].dtype
         self._is_on_cpu = states[0].device.type == "cpu"
         self._roles, self._values = roles, []  # which hold all that torch.compile knew

@@ -525,17 +525,17 @@ class _Again(_Running):
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
 
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
-        kind, given = self._kind, graph.given(args, True)
-        prepared, generator = kind.prepared, self._generator
-        is_right = prepared is not None and prepared.graph is graph and not graph.has_floats
-        if prepared is None or not is_right or prepared.numbers != given.numbers:
+        kind, generator, prepared = self._kind, self._generator, self._kind.prepared
+        if graph.has_tensors_alone and prepared is not None and prepared.graph is graph:
+            constants: Sequence[Any] = [args[i] for i in graph.constant_at]
+        else:
             call = kind.call.with_values(self._inputs, self._state, (), Seed(generator))
             first = _Running(kind.user, call, kind.options, self._step, kind.seen, False)
             prepared, given = first.prepared(graph, args)
-            kind.prepared = prepared
+            kind.prepared, constants = prepared, given.constants
         is_needed = prepared.draws or generator is not None
         seed = Seed(generator) if is_needed else kind.call.seed
-        tensors = [*self._inputs, *self._state, *given.constants]
+        tensors = [*self._inputs, *self._state, *constants]
         return graph.results(*run_program(prepared, seed, tensors))
 
 
