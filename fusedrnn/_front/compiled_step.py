@@ -7,6 +7,7 @@ results of all steps in the place of those of one.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -209,11 +210,22 @@ def _is_warning(error: BaseException) -> bool:
     return re.match(r"\w*Warning: ", str(error)) is not None
 
 
+class _OfOthers(logging.Filter):
+    """Leaves out what happens in our calls."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return _thread.call is None
+
+
 def _quiet_torch() -> None:
-    """Has torch.compile warn of functions that it does not follow in other calls than ours, whose
-    steps are then taken in Python without a loss."""
+    """Has torch.compile warn of functions that it does not follow, and log errors of operations, in
+    other calls than ours, whose steps are then taken in Python without a loss."""
     from torch._dynamo import utils
 
+    # What an operation raises in a trace, it raises in Python, too.
+    logs = logging.getLogger("torch._subclasses.fake_tensor")
+    if not any(isinstance(one, _OfOthers) for one in logs.filters):
+        logs.addFilter(_OfOthers())
     warn: Any = getattr(utils, "warn_once", None)
     if warn is None or hasattr(warn, "of_others"):
         return

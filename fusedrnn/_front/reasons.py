@@ -59,6 +59,7 @@ _WAYS_OUT = [
         r"the step changes ",
         "what a step gathers can be an output, and what it keeps or counts a part of the state",
     ),
+    (r"it calls print\b", "what it prints can be an output of the step"),
     (
         r"with a batch of \d+ it raises",
         "a tensor with a row for each sequence can be a part of the state",

@@ -201,7 +201,10 @@ class OneCall:
                 add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
             raise refusal from error
         if self.memory.compiling.is_to_warn(error):
-            warn(f"fusedrnn: the cell{self.call.place} is no longer compiled, because {reason}")
+            warn(
+                f"fusedrnn: calls of the cell{self.call.place} like this one are not compiled, as "
+                f"earlier ones were, because {reason}"
+            )
         return reason
 
     def in_python(self) -> InPython:

@@ -58,7 +58,7 @@ class Explanation:
         else:
             lines.append(f"CUDA graphs: {recorded}")
         lines += [
-            f"  {'autograd keeps of one step':36} {self.step_bytes:>16,} bytes",
+            f"  {'a plain loop keeps, per step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",
             f"  {'workspace of backward':36} {self.workspace_bytes:>16,} bytes",
         ]

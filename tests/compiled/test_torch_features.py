@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import math
 import threading
 import weakref
@@ -965,7 +966,10 @@ WRONG: dict[str, Callable[[fusedrnn.Recurrent], Any]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_errors_are_those_of_steps_in_python(kind: str) -> None:
+def test_errors_are_those_of_steps_in_python(
+    kind: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And torch logs none of its own."""
     cell, found = Minimal(), []
     for compile in ("auto", "never"):
         rnn = fusedrnn.Recurrent(cell, compile=compile)
@@ -976,4 +980,6 @@ def test_errors_are_those_of_steps_in_python(kind: str) -> None:
             found.append((type(error), str(error)))
         else:
             found.append(made[0].shape)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert found[0] == found[1]

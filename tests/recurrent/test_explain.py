@@ -28,7 +28,7 @@ def test_what_is_printed() -> None:
         "steps in Python, because FUSEDRNN_COMPILE=0 says so",
         "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
         "CUDA graphs: no, not asked to",
-        f"  autograd keeps of one step           {found.step_bytes:>16,} bytes",
+        f"  a plain loop keeps, per step         {found.step_bytes:>16,} bytes",
         "  kept until backward, per step                      26 bytes",
         f"  workspace of backward                {10 * found.step_bytes:>16,} bytes",
         "faster: fusedrnn.GRU computes the same",
