@@ -248,17 +248,20 @@ class GradientsOfConstants {
     std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
     const ScalarType dtype = part(uses[0]).scalar_type();
     Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
-    std::vector<std::pair<int64_t, int64_t>> written;
+    struct Part {
+      int64_t dim, first, end;
+    };
+    std::vector<Part> written;
     for (const Use& use : uses) {
       const Tensor own = part(use);
       const int64_t dim = use.is_weight && use.side.is_transposed ? 1 : 0;
       const int64_t first = use.side.first, end = first + own.size(dim);
       Tensor place = torch::stable::narrow(total, dim, first, own.size(dim));
       const bool is_new = std::none_of(written.begin(), written.end(), [&](const auto& other) {
-        return other.first < end && first < other.second;
+        return other.dim != dim || (other.first < end && first < other.end);
       });
       torch::stable::copy_(place, is_new ? own : torch::stable::subtract(place, own, -1));
-      written.emplace_back(first, end);
+      written.push_back({dim, first, end});
     }
     return total;
   }

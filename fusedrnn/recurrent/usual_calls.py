@@ -14,6 +14,7 @@ from .._graphs import is_transformed
 from .calls import OneCall, options_of
 from .compiling import Compiling, Kind
 from .initial_state import initial_state
+from .replicas import is_replica
 from .trees import Leaves, flatten
 
 _MOST = 64
@@ -24,46 +25,61 @@ class UsualCalls:
     """Those of one module."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[Kind, Compiling]] = {}
+        self._cell: Any = None
+        self._known: dict[Any, dict[Any, tuple[Kind, Compiling]]] = {}
+        """By inputs, and then by states."""
 
     def __reduce__(self) -> Any:
         return UsualCalls, ()
 
+    def are_of(self, cell: Any) -> bool:
+        """Whether some are known of a cell; those of another one are forgotten, not to keep it."""
+        if cell is not self._cell:
+            if is_replica(cell):
+                return False
+            self._cell, self._known = cell, {}
+        return bool(self._known)
+
     def remember(self, module: Any, one: OneCall) -> None:
         """A call that a program has run."""
         call = one.call
-        cells = [kind.user.step for kind, _ in self.known.values()]
-        if len(cells) >= _MOST or one.user.step is not (cells or [one.user.step])[0]:
-            self.known.clear()  # not to keep a cell that another has replaced
+        if sum(map(len, self._known.values())) >= _MOST:
+            self._known.clear()
         inputs = _transposed(call.inputs) if module.batch_first else call.inputs
-        forms = _form(one.user.input(inputs))[1], _form(one.user.state(call.state))[1]
-        compiling = one.memory.compiling
-        kind = compiling.kind_of(one.user, call, options_of(one.settings))
-        self.known[_key(module, (*inputs, *call.state), forms)] = kind, compiling
+        key = _key_of_input(module, *_form(one.user.input(inputs)))
+        states = self._known.setdefault(key, {})
+        kind = one.memory.compiling.kind_of(one.user, call, options_of(one.settings))
+        states[_key_of_state(*_form(one.user.state(call.state)))] = kind, one.memory.compiling
 
     def run(
         self, module: Any, input: Any, state: Any, generator: torch.Generator | None
-    ) -> tuple[Any, Any] | None:
-        """Output and state, if a call like it has been checked; else nothing."""
+    ) -> tuple[tuple[Any, Any] | None, Any]:
+        """Output and state, if a call like it has been checked, else nothing; and the state before,
+        which the cell may have been asked for.
+        """
         cell = module.cell
         try:
             inputs, form = _form(input)
-            if state is None:
-                dim = 0 if module.batch_first else 1
-                state = initial_state(cell, inputs[0], inputs[0].shape[dim])
-            states, form_of_state = _form(state)
-            known = self.known.get(_key(module, (*inputs, *states), (form, form_of_state)))
-        except (RuntimeError, TypeError, ValueError, IndexError):  # for which there are words
-            return None
-        if known is None or known[0].user.step is not cell or is_transformed():
-            return None
-        kind, compiling = known
+            known = self._known.get(_key_of_input(module, inputs, form))
+        except (RuntimeError, TypeError, ValueError):  # for which there are words
+            return None, state
+        if known is None or is_transformed():
+            return None, state
+        if state is None:
+            state = initial_state(cell, inputs[0], inputs[0].shape[0 if module.batch_first else 1])
+        try:
+            states, form = _form(state)
+            kind, compiling = known[_key_of_state(states, form)]
+        except (RuntimeError, TypeError, ValueError, KeyError):
+            return None, state
+        if kind.user.step is not cell:  # another thread has replaced it
+            return None, state
         inputs = _transposed(inputs) if module.batch_first else inputs
         made = compiling.again(kind, inputs, states, generator)
         if made is not None and module.batch_first and module.return_sequence:
             leaves, tree = flatten(made[0], "output")
-            return tree.tree(_transposed(leaves)), made[1]
-        return made
+            made = tree.tree(_transposed(leaves)), made[1]
+        return made, state
 
 
 def _transposed(leaves: Leaves) -> Leaves:
@@ -79,18 +95,30 @@ def _form(tree: Any) -> tuple[Leaves, Any]:
     return flatten(tree, "input")
 
 
-def _key(module: Any, leaves: Leaves, forms: tuple[Any, Any]) -> Any:
-    """All that checks look at."""
-    return (
+def _key_of_input(module: Any, leaves: Leaves, form: Any) -> Any:
+    """All that checks look at, but the state."""
+    settings = (
         module.compile_cell,
         module.recompute,
-        not module.recompute and torch.is_grad_enabled(),
         module.chunk_size,
         module.workspace_bytes,
         module.cuda_graphs,
+    )
+    return (
+        settings,
+        *map(type, settings),  # for True is 1
+        not module.recompute and torch.is_grad_enabled(),
         module.batch_first,
         module.return_sequence,
         module.bidirectional,
-        forms,
-        *[(type(t), t.shape, t.dtype, t.device, t.layout) for t in leaves],
+        form,
+        *_kinds(leaves),
     )
+
+
+def _key_of_state(leaves: Leaves, form: Any) -> Any:
+    return (form, *_kinds(leaves))
+
+
+def _kinds(leaves: Leaves) -> list[Any]:
+    return [(type(t), t.shape, t.dtype, t.device, t.layout) for t in leaves]

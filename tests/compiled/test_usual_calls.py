@@ -1,0 +1,147 @@
+"""Calls like one before, which nobody checks again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedrnn
+from fusedrnn.recurrent import usual_calls
+
+H = 4
+
+
+class Cell(nn.Module):
+    """It draws the state in which it starts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3 + H, H, dtype=torch.float64)
+        self.starts: list[int] = []
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.gate(torch.cat([x, h], -1)))
+
+    def initial_state(self, batch: int) -> Tensor:
+        self.starts.append(batch)
+        return torch.randn(batch, H, dtype=torch.float64)
+
+
+def sequence(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, 3, dtype=torch.float64)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether a call that might have been usual was."""
+    found: list[bool] = []
+    run = usual_calls.UsualCalls.run
+
+    def noted(self: Any, *given: Any) -> Any:
+        made = run(self, *given)
+        found.append(made[0] is not None)
+        return made
+
+    monkeypatch.setattr(usual_calls.UsualCalls, "run", noted)
+    return found
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_state_is_made_once_in_a_call(batch_first: bool, ways: list[bool]) -> None:
+    cell = Cell()
+    x, y, z = sequence(5, 2), sequence(5, 4), sequence(3)
+    found = []
+    for compile in ("never", "require"):
+        torch.manual_seed(0)
+        cell.starts.clear()
+        rnn = fusedrnn.Recurrent(cell, batch_first=batch_first, compile=compile)
+        calls = [x, x, y, y, x, z, x, x.clone().requires_grad_(), x]
+        found.append([rnn(one)[0] for one in calls])
+        rows = {2: 5, 4: 5} if batch_first else {2: 2, 4: 4}
+        assert cell.starts == [1 if one.dim() == 2 else rows[one.shape[1]] for one in calls]
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert sum(ways) >= 4
+
+
+def test_settings_that_are_wrong_are_so_later_too(ways: list[bool]) -> None:
+    x, cell = sequence(6, 2), Cell()
+    for name, right, wrong in (
+        ("chunk_size", 2, 2.0),
+        ("chunk_size", 1, True),
+        ("recompute", True, 1),
+        ("cuda_graphs", False, 0),
+        ("workspace_bytes", 10**6, 1e6),
+        ("compile_cell", "auto", "sometimes"),
+        ("chunk_size", None, -1),
+    ):
+        rnn = fusedrnn.Recurrent(cell)
+        setattr(rnn, name, right)
+        for _ in range(3):
+            rnn(x)
+        setattr(rnn, name, wrong)
+        with pytest.raises((TypeError, ValueError), match="fusedrnn: "):
+            rnn(x)
+        setattr(rnn, name, right)
+        rnn(x)
+        assert ways[-1], name
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [5, 3]}], ids=str)
+def test_a_replaced_cell_goes(options: dict[str, Any]) -> None:
+    rnn, x = fusedrnn.Recurrent(Cell(), compile="require"), sequence(5, 2)
+    for _ in range(3):
+        rnn(x)
+    before = weakref.ref(rnn.cell)
+    rnn.cell = Cell()
+    gc.collect()
+    gc.disable()
+    try:
+        rnn(x, **options)
+        assert before() is None
+    finally:
+        gc.enable()
+
+
+def test_inference_training_and_neither(ways: list[bool]) -> None:
+    """Tensors of each kind go through what the others have prepared."""
+    rnn, x = fusedrnn.Recurrent(Cell(), compile="require"), sequence(5, 2)
+    h = torch.zeros(2, H, dtype=torch.float64)
+    exact = fusedrnn.Recurrent(rnn.cell, compile="never")(x, h)[0].detach()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode) * 2:
+        with mode():
+            y, last = rnn(x, h)
+        torch.testing.assert_close(y.detach(), exact)
+        assert y.is_inference() == last.is_inference() == (mode is torch.inference_mode)
+        assert y.requires_grad == (mode is torch.enable_grad)
+        if y.requires_grad:
+            y.sum().backward()
+    assert sum(ways) >= 6
+
+
+class PlainAndTransposed(nn.Module):
+    """One matrix in both ways, in products of some of its rows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2 * H, 2 * H, dtype=torch.float64) * 0.3)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        both = torch.cat([x, h], -1)
+        a, b = both @ self.weight, F.linear(both, self.weight)
+        return torch.tanh(a[:, :H] + b[:, H:] * a[:, H:] + b[:, :H])
+
+
+def test_a_matrix_that_is_plain_and_transposed() -> None:
+    cell, x = PlainAndTransposed(), torch.randn(5, 2, H, dtype=torch.float64)
+    h = torch.zeros(2, H, dtype=torch.float64, requires_grad=True)
+    found = []
+    for compile in ("never", "require"):
+        y, _ = fusedrnn.Recurrent(cell, compile=compile)(x, h)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [cell.weight, h])])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
