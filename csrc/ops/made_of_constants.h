@@ -91,9 +91,10 @@ class MadeOfConstants {
     return view(whole, {terms, columns}, {1, terms});
   }
   Tensor numbers(const Side& side) const {
-    const Tensor& own = constant(side);
-    FUSEDRNN_CHECK(own.dim() == 1 && own.size(0) - side.columns >= side.first,
-                   "a vector cannot be made of ", shape_text(own.sizes()));
+    const Tensor& all = constant(side);
+    FUSEDRNN_CHECK(all.dim() > 0 && all.numel() - side.columns >= side.first,
+                   "a vector cannot be made of ", shape_text(all.sizes()));
+    const Tensor own = all.dim() == 1 ? all : torch::stable::reshape(all, {all.numel()});
     if (own.size(0) == side.columns) return own;
     return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
   }
@@ -187,7 +188,7 @@ class GradientsOfConstants {
     const std::vector<Use>& uses = uses_[i];
     if (uses.empty()) return none_;
     const Tensor& constant = constants_[i];
-    Tensor found = wholes_[i] ? *wholes_[i] : sum(i);
+    const Tensor found = wholes_[i] ? in_shape_of(constant, *wholes_[i]) : sum(i);
     return found.scalar_type() == constant.scalar_type()
                ? found
                : torch::stable::to(found, constant.scalar_type());
@@ -219,11 +220,20 @@ class GradientsOfConstants {
       if (first != end) return;
       end += columns;
     }
-    if (end != constants_[i].size(0)) return;
+    if (end != constants_[i].numel()) return;
     wholes_[i] = allocate(constants_[i], {end}, dtype, "a gradient of a constant");
     for (const Use& use : uses) {
       vectors[use.made_of] = view(*wholes_[i], {use.side.columns}, {1}, use.side.first);
     }
+  }
+
+  static Tensor in_shape_of(const Tensor& constant, const Tensor& flat) {
+    if (constant.dim() == 1) return flat;
+    const std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
+    std::vector<int64_t> strides(shape.size());
+    int64_t stride = 1;
+    for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
+    return view(flat, shape, strides);
   }
 
   // A use's part of the gradient, which lies as the constant does: (rows or numbers, columns).
@@ -241,22 +251,27 @@ class GradientsOfConstants {
     if (uses.size() == 1) {
       const Tensor only = part(uses[0]);
       const auto sizes = only.sizes(), all = constant.sizes();
-      if (std::equal(sizes.begin(), sizes.end(), all.begin(), all.end())) {
-        return uses[0].is_shared ? torch::stable::clone(only) : only;
+      const bool is_flat = !uses[0].is_weight && only.numel() == constant.numel();
+      if (is_flat || std::equal(sizes.begin(), sizes.end(), all.begin(), all.end())) {
+        const Tensor own = uses[0].is_shared ? torch::stable::clone(only) : only;
+        return is_flat ? in_shape_of(constant, own) : own;
       }
     }
     std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
     const ScalarType dtype = part(uses[0]).scalar_type();
     Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
+    Tensor flat = view(total, {total.numel()}, {1});  // as vectors read it
     struct Part {
       int64_t dim, first, end;
     };
     std::vector<Part> written;
     for (const Use& use : uses) {
       const Tensor own = part(use);
-      const int64_t dim = use.is_weight && use.side.is_transposed ? 1 : 0;
-      const int64_t first = use.side.first, end = first + own.size(dim);
-      Tensor place = torch::stable::narrow(total, dim, first, own.size(dim));
+      const int64_t dim = !use.is_weight ? -1 : use.side.is_transposed ? 1 : 0;
+      const int64_t size = own.size(std::max<int64_t>(dim, 0));
+      const int64_t first = use.side.first, end = first + size;
+      Tensor place = torch::stable::narrow(use.is_weight ? total : flat, std::max<int64_t>(dim, 0),
+                                           first, size);
       const bool is_new = std::none_of(written.begin(), written.end(), [&](const auto& other) {
         return other.dim != dim || (other.first < end && first < other.end);
       });

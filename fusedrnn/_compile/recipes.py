@@ -106,7 +106,7 @@ class Recipes(NamedTuple):
                 if len(shape) != 2 or shape[1] != columns or shape[0] < first + rows:
                     return False
         return all(
-            constants[i].dim() == 1 and len(constants[i]) >= first + columns
+            constants[i].dim() > 0 and constants[i].numel() >= first + columns
             for terms in self.vectors
             for sides in terms
             for i, _, first, columns in sides

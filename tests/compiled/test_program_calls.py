@@ -148,7 +148,9 @@ class Recipes:
             return torch.zeros(columns, dtype=torch.float64)
         own = every[constant if constant >= 0 else constant + 1]
         own = own.t() if is_transposed else own
-        return own.narrow(0, first, columns if rows is None else rows)
+        if rows is None:
+            return own.reshape(-1).narrow(0, first, columns)
+        return own.narrow(0, first, rows)
 
     def _new(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=self._generator)
@@ -183,16 +185,17 @@ class Recipes:
         for _ in range(self._random.choice([1, 1, 2, 3])):
             sides: Sides = []
             for part in self._cut(width):
-                known = [i for i, c in enumerate(self.constants) if c.dim() == 1 and len(c) >= part]
+                known = [i for i, c in enumerate(self.constants) if c.numel() >= part]
                 if self._random.random() < 0.2:
                     sides.append((-1, False, 0, part))
                 elif known and self._random.random() < 0.6:
                     i = self._random.choice(known)
-                    most = len(self.constants[i]) - part
+                    most = self.constants[i].numel() - part
                     sides.append((i, False, self._random.randint(0, most), part))
                 else:
                     more = self._random.choice([0, 0, part])
-                    self.constants.append(self._new(part + more))
+                    shape = (part + more,) if self._random.random() < 0.7 else (1, part + more, 1)
+                    self.constants.append(self._new(*shape))
                     first = self._random.choice([0, more])
                     sides.append((len(self.constants) - 1, False, first, part))
             terms.append(sides)
@@ -356,7 +359,7 @@ def test_constants_of_other_shapes() -> None:
     made = [*call.weights, *call.vectors]
     assert torch.equal(forward(number, call, made, False)[0], forward(number, call, made, True)[0])
     for i, tensor in enumerate(made):
-        for wrong in (tensor[:-1], tensor[None], double(), tensor[:0]):
+        for wrong in (tensor[:-1], double(), tensor[:0]):
             with pytest.raises(RuntimeError, match=r"fusedrnn: a (weight|vector) cannot be made"):
                 forward(number, call, [*made[:i], wrong, *made[i + 1 :]], False)
     for wrong in (made[:-1], []):
