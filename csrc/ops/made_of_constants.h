@@ -68,13 +68,17 @@ class MadeOfConstants {
   // (terms, columns), of the constant itself.
   Tensor rows(const Side& side, int64_t terms) const {
     const Tensor& own = constant(side);
-    const int64_t row = side.is_transposed ? 1 : 0;
-    FUSEDRNN_CHECK(
-        own.dim() == 2 && own.size(1 - row) == side.columns && own.size(row) - terms >= side.first,
-        "a weight cannot be made of ", shape_text(own.sizes()));
-    if (row == 0 && own.size(0) == terms) return own;
+    const int64_t stack = side.member >= 0 ? 1 : 0;  // dimensions before those of the matrix
+    const int64_t row = stack + (side.is_transposed ? 1 : 0), column = 2 * stack + 1 - row;
+    FUSEDRNN_CHECK(own.dim() == stack + 2 && own.size(column) == side.columns &&
+                       own.size(row) - terms >= side.first &&
+                       (stack == 0 || side.member < own.size(0)),
+                   "a weight cannot be made of ", shape_text(own.sizes()));
+    if (stack == 0 && row == 0 && own.size(0) == terms) return own;
     const int64_t stride = own.stride(row);
-    return view(own, {terms, side.columns}, {stride, own.stride(1 - row)}, side.first * stride);
+    const int64_t begin = stack == 0 ? 0 : side.member * own.stride(0);
+    return view(own, {terms, side.columns}, {stride, own.stride(column)},
+                begin + side.first * stride);
   }
   Tensor weight(const std::vector<Side>& sides, int64_t terms) const {
     if (sides.size() == 1) return rows(sides[0], terms);
@@ -236,6 +240,11 @@ class GradientsOfConstants {
     return view(flat, shape, strides);
   }
 
+  static Tensor member_of(const Tensor& stack, int64_t i) {
+    const int64_t rows = stack.size(1), columns = stack.size(2);
+    return view(stack, {rows, columns}, {columns, 1}, i * rows * columns);
+  }
+
   // A use's part of the gradient, which lies as the constant does: (rows or numbers, columns).
   Tensor part(const Use& use) const {
     const Side& side = use.side;
@@ -262,21 +271,24 @@ class GradientsOfConstants {
     Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
     Tensor flat = view(total, {total.numel()}, {1});  // as vectors read it
     struct Part {
-      int64_t dim, first, end;
+      int64_t member, dim, first, end;
     };
     std::vector<Part> written;
     for (const Use& use : uses) {
       const Tensor own = part(use);
       const int64_t dim = !use.is_weight ? -1 : use.side.is_transposed ? 1 : 0;
+      const int64_t member = use.is_weight ? use.side.member : -1;
+      Tensor matrix = !use.is_weight ? flat : member < 0 ? total : member_of(total, member);
       const int64_t size = own.size(std::max<int64_t>(dim, 0));
       const int64_t first = use.side.first, end = first + size;
-      Tensor place = torch::stable::narrow(use.is_weight ? total : flat, std::max<int64_t>(dim, 0),
-                                           first, size);
-      const bool is_new = std::none_of(written.begin(), written.end(), [&](const auto& other) {
-        return other.dim != dim || (other.first < end && first < other.end);
+      Tensor place = torch::stable::narrow(matrix, std::max<int64_t>(dim, 0), first, size);
+      const bool is_new = std::none_of(written.begin(), written.end(), [&](const Part& other) {
+        if (member >= 0 && other.member >= 0 && member != other.member) return false;
+        return other.member != member || other.dim != dim ||
+               (other.first < end && first < other.end);
       });
       torch::stable::copy_(place, is_new ? own : torch::stable::subtract(place, own, -1));
-      written.push_back({dim, first, end});
+      written.push_back({member, dim, first, end});
     }
     return total;
   }

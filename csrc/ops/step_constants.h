@@ -14,6 +14,7 @@ namespace fusedrnn {
 struct Side {
   static constexpr int64_t kZeros = -1;
   int64_t constant;  // its number; kZeros; or less: of the call's fixed tensors the last, and so on
+  int64_t member;    // of a stack of matrices, or less than 0
   bool is_transposed;  // whether the constant's transpose has these rows
   int64_t first, columns;
 };
@@ -66,10 +67,10 @@ struct StepConstants {
       list([&] {
         found.emplace_back();
         list([&] {
-          const int64_t constant = number();
+          const int64_t constant = number(), member = number();
           const bool is_transposed = number() != 0;
           const int64_t first = number();
-          found.back().push_back({constant, is_transposed, first, number()});
+          found.back().push_back({constant, member, is_transposed, first, number()});
         });
       });
       return found;

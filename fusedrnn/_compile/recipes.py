@@ -45,6 +45,8 @@ class Side(NamedTuple):
 
     constant: int
     """Its number; -1 for zeros."""
+    member: int
+    """Of a stack of matrices, or -1."""
     is_transposed: bool
     """Whether it is the constant's transpose that has these rows, of a weight."""
     first: int
@@ -87,9 +89,9 @@ class Recipes(NamedTuple):
             if isinstance(vector, Bias):
                 made.append(_of_bias(vector, weights, places))
             elif i in fixed:
-                made.append([[Side(fixed.index(i) - len(fixed) - 1, False, 0, vector.width)]])
+                made.append([[Side(fixed.index(i) - len(fixed) - 1, -1, False, 0, vector.width)]])
             elif vector.step == 1 and vector.source in places:
-                made.append([[Side(places[vector.source], False, vector.first, vector.width)]])
+                made.append([[Side(places[vector.source], -1, False, vector.first, vector.width)]])
             else:
                 return None
         known = [terms for terms in made if terms is not None]
@@ -101,15 +103,20 @@ class Recipes(NamedTuple):
     def fit(self, constants: Sequence[Tensor]) -> bool:
         """Whether recipes are right for the shapes of constants."""
         for rows, terms in zip(self.rows, self.weights, strict=True):
-            for i, is_transposed, first, columns in terms[0]:
-                shape = tuple(constants[i].shape)[:: -1 if is_transposed else 1]
+            for i, member, is_transposed, first, columns in terms[0]:
+                shape = tuple(constants[i].shape)
+                if member >= 0:
+                    if len(shape) != 3 or member >= shape[0]:
+                        return False
+                    shape = shape[1:]
+                shape = shape[:: -1 if is_transposed else 1]
                 if len(shape) != 2 or shape[1] != columns or shape[0] < first + rows:
                     return False
         return all(
             constants[i].dim() > 0 and constants[i].numel() >= first + columns
             for terms in self.vectors
             for sides in terms
-            for i, _, first, columns in sides
+            for i, _, _, first, columns in sides
             if i >= 0
         )
 
@@ -121,9 +128,10 @@ def _of_weight(weight: Weight, places: dict[fx.Node, int]) -> Terms | None:
         while _is_transpose(node):
             (node,) = node.all_input_nodes
             is_transposed = not is_transposed
-        if part.member is not None or node not in places:
+        if node not in places:
             return None
-        sides.append(Side(places[node], is_transposed, part.first, part.columns))
+        member = -1 if part.member is None else part.member
+        sides.append(Side(places[node], member, is_transposed, part.first, part.columns))
     return [sides]
 
 
@@ -135,7 +143,7 @@ def _of_bias(vector: Bias, weights: Sequence[Weight], places: dict[fx.Node, int]
             return None
         numbers = [-1 if part.bias is None else places[part.bias] for part in parts]
         terms.append(
-            [Side(n, False, 0, part.columns) for n, part in zip(numbers, parts, strict=True)]
+            [Side(n, -1, False, 0, part.columns) for n, part in zip(numbers, parts, strict=True)]
         )
     return terms
 

@@ -20,7 +20,7 @@ from fusedrnn._compile import operators
 from fusedrnn._compile.program import numbers_of
 
 GRU = CELLS["gru"]
-Sides = list[tuple[int, bool, int, int]]
+Sides = list[tuple[int, int, bool, int, int]]
 
 
 def add(cell: Any, dtype: torch.dtype, *recipes: Any) -> int:
@@ -125,7 +125,7 @@ class Recipes:
         fixed = [i for i in range(len(self.vectors)) if self._random.random() < 0.2]
         self.fixed = [self._new(len(call.vectors[i])) for i in fixed]
         for n, i in enumerate(fixed):
-            self.vectors[i] = [[(n - len(fixed) - 1, False, 0, len(call.vectors[i]))]]
+            self.vectors[i] = [[(n - len(fixed) - 1, -1, False, 0, len(call.vectors[i]))]]
 
     def made(self, constants: Sequence[Tensor]) -> list[Tensor]:
         every = [*constants, *self.fixed]
@@ -142,11 +142,12 @@ class Recipes:
             torch.cat([self._side(side, every, rows) for side in sides], -1) for sides in terms
         )
 
-    def _side(self, side: tuple[int, bool, int, int], every: Any, rows: int | None) -> Tensor:
-        constant, is_transposed, first, columns = side
+    def _side(self, side: tuple[int, int, bool, int, int], every: Any, rows: int | None) -> Tensor:
+        constant, member, is_transposed, first, columns = side
         if constant == -1:
             return torch.zeros(columns, dtype=torch.float64)
         own = every[constant if constant >= 0 else constant + 1]
+        own = own[member] if member >= 0 else own
         own = own.t() if is_transposed else own
         if rows is None:
             return own.reshape(-1).narrow(0, first, columns)
@@ -170,14 +171,16 @@ class Recipes:
                 (i, t)
                 for i, c in enumerate(self.constants)
                 for t in (False, True)
-                if c.dim() == 2 and tuple(c.shape)[:: -1 if t else 1] == shape
+                if c.dim() > 1 and tuple(c.shape[-2:])[:: -1 if t else 1] == shape
             ]
             if known and self._random.random() < 0.6:
                 i, is_transposed = self._random.choice(known)
             else:
                 i = len(self.constants)
-                self.constants.append(self._new(*shape[:: -1 if is_transposed else 1]))
-            sides.append((i, is_transposed, first, width))
+                stack = [3] if self._random.random() < 0.4 else []
+                self.constants.append(self._new(*stack, *shape[:: -1 if is_transposed else 1]))
+            member = self._random.randrange(3) if self.constants[i].dim() == 3 else -1
+            sides.append((i, member, is_transposed, first, width))
         return sides
 
     def _vector(self, width: int) -> list[Sides]:
@@ -187,17 +190,17 @@ class Recipes:
             for part in self._cut(width):
                 known = [i for i, c in enumerate(self.constants) if c.numel() >= part]
                 if self._random.random() < 0.2:
-                    sides.append((-1, False, 0, part))
+                    sides.append((-1, -1, False, 0, part))
                 elif known and self._random.random() < 0.6:
                     i = self._random.choice(known)
                     most = self.constants[i].numel() - part
-                    sides.append((i, False, self._random.randint(0, most), part))
+                    sides.append((i, -1, False, self._random.randint(0, most), part))
                 else:
                     more = self._random.choice([0, 0, part])
-                    shape = (part + more,) if self._random.random() < 0.7 else (1, part + more, 1)
+                    shape = (part + more,) if self._random.random() < 0.7 else (part + more, 1)
                     self.constants.append(self._new(*shape))
                     first = self._random.choice([0, more])
-                    sides.append((len(self.constants) - 1, False, first, part))
+                    sides.append((len(self.constants) - 1, -1, False, first, part))
             terms.append(sides)
         return terms
 
@@ -348,9 +351,9 @@ def test_what_is_kept(keeps: int) -> None:
 
 def recipes_of_gru() -> tuple[list[Any], list[Any]]:
     call = random_call(GRU)
-    weights = [[[(i, False, 0, w.shape[1])]] for i, w in enumerate(call.weights)]
+    weights = [[[(i, -1, False, 0, w.shape[1])]] for i, w in enumerate(call.weights)]
     count = len(weights)
-    return weights, [[[(count + i, False, 0, len(v))]] for i, v in enumerate(call.vectors)]
+    return weights, [[[(count + i, -1, False, 0, len(v))]] for i, v in enumerate(call.vectors)]
 
 
 def test_constants_of_other_shapes() -> None:
@@ -367,8 +370,8 @@ def test_constants_of_other_shapes() -> None:
             forward(number, call, wrong, False)
 
 
-def side(constant: int, first: int, columns: int) -> list[list[list[tuple[int, bool, int, int]]]]:
-    return [[[(constant, False, first, columns)]]]
+def side(constant: int, first: int, columns: int) -> list[list[Sides]]:
+    return [[[(constant, -1, False, first, columns)]]]
 
 
 @pytest.mark.parametrize(
