@@ -81,11 +81,12 @@ class LengthsOnHost:
         operator = getattr(self._operators, name)
         return functools.partial(self._call, operator) if name.startswith("program") else operator
 
-    def _call(self, operator: Any, *args: Any, lengths: Tensor | None = None, **named: Any) -> None:
+    def _call(self, operator: Any, *args: Any) -> Any:
+        *others, lengths, reset = args
         self._operators.use_gpu_memory(False)
         lengths = None if lengths is None else lengths.clone()
         self._operators.use_gpu_memory(True)
-        operator(*args, lengths=lengths, **named)
+        return operator(*others, lengths, reset)
 
 
 def results(rnn: Any, given: Any, masks: Masks) -> tuple[list[Tensor], list[Tensor]]:
