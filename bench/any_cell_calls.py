@@ -65,10 +65,11 @@ def run(run: Run) -> Report:
 
 
 def _is_compiled(case: Case) -> bool:
-    size = Size(1, 1, WIDTH)
-    cell = case.cell(WIDTH, 1)
-    inputs = case.inputs(1, 1, WIDTH)
-    return fusedrnn.Recurrent(cell).explain(inputs, start_of(cell, size, "cpu")).is_compiled
+    """Whether it is for a batch of any size."""
+    size = Size(1, 2, WIDTH)
+    rnn = fusedrnn.Recurrent(case.cell(WIDTH, size.batch))
+    state = start_of(rnn.cell, size, "cpu")
+    return rnn.explain(case.inputs(1, size.batch, WIDTH), state).is_compiled
 
 
 def _measured(case: Case, steps: int, way: str, rounds: int) -> dict[str, float]:
