@@ -38,6 +38,9 @@ struct StepCall {
     for (size_t j = first_state; j < first_constant; ++j) {
       carries.push_back(flat(given.tensors[j], {batch}));
     }
+    const size_t states = known.program.carries.size(), kinds = given.reset_kinds.size();
+    FUSEDRNN_CHECK(kinds == 0 || kinds == states, "reset_to and reset_kinds must have ", states,
+                   " entries each, or none, got ", given.reset_to.size(), " and ", kinds);
     FUSEDRNN_CHECK(given.reset_to.empty() || given.reset_to.size() == given.reset_kinds.size(),
                    "expected ", given.reset_kinds.size(), " tensors for resets, got ",
                    given.reset_to.size());

@@ -122,10 +122,12 @@ struct StepConstants {
         int64_t(weights.size()) == program.weights() && vectors.size() == program.vectors.size(),
         "expected ", program.weights(), " weights and ", program.vectors.size(), " vectors, got ",
         weights.size(), " and ", vectors.size());
+    for (const Terms& terms : weights) {
+      FUSEDRNN_CHECK(terms.size() == 1, "a weight has one term, got ", terms.size());
+    }
     for (const program::Product& product : program.products) {
       const Terms& terms = weights[size_t(product.weight)];
       check_terms(terms, product.columns);
-      FUSEDRNN_CHECK(terms.size() == 1, "a weight has one term, got ", terms.size());
       for (const Side& side : terms[0]) {
         FUSEDRNN_CHECK(side.constant != Side::kZeros, "a weight has no zeros");
       }
