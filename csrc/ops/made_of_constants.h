@@ -27,9 +27,7 @@ class MadeOfConstants {
       vectors.assign(constants + weight_count, constants + count);
       for (size_t i = 0; i < count; ++i) {
         const int64_t dims = i < weight_count ? 2 : 1;
-        FUSEDRNN_CHECK(constants[i].dim() == dims,
-                       "a weight must have 2 dimensions and a vector "
-                       "1, got ",
+        FUSEDRNN_CHECK(constants[i].dim() == dims, "a weight has 2 dimensions, a vector 1, got ",
                        shape_text(constants[i].sizes()));
       }
       return;
@@ -229,15 +227,6 @@ class GradientsOfConstants {
     for (const Use& use : uses) {
       vectors[use.made_of] = view(*wholes_[i], {use.side.columns}, {1}, use.side.first);
     }
-  }
-
-  static Tensor in_shape_of(const Tensor& constant, const Tensor& flat) {
-    if (constant.dim() == 1) return flat;
-    const std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
-    std::vector<int64_t> strides(shape.size());
-    int64_t stride = 1;
-    for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
-    return view(flat, shape, strides);
   }
 
   static Tensor member_of(const Tensor& stack, int64_t i) {

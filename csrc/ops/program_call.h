@@ -242,10 +242,7 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
 
   // As the step has them.
   const auto like = [&](const Tensor& gradient, const Tensor& tensor) {
-    std::vector<int64_t> shape(tensor.sizes().begin(), tensor.sizes().end()), strides(shape.size());
-    int64_t stride = 1;
-    for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
-    const Tensor own = has_shape(gradient, shape) ? gradient : view(gradient, shape, strides);
+    const Tensor own = in_shape_of(tensor, gradient);
     return own.scalar_type() == tensor.scalar_type() ? own
                                                      : torch::stable::to(own, tensor.scalar_type());
   };
@@ -270,12 +267,10 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   return results;
 }
 
-// tensors: inputs of the step, (seq_len, batch, ...) each, `first_state` of them; its state,
-// (batch,
-// ...) each; its constants, and vectors that have none in them (StepConstants).  is_made: inputs
-// are those of the program, and weights and vectors come in the place of constants.  keeps: 0
-// without a backward, 1 for one that repeats products, 2 for one that does not.  reset_to: of each
-// carry, or none; the rest as in program_forward.
+// tensors: inputs of the step, (seq_len, batch, ...) each, as many as first_state says; its state,
+// of (batch, ...) each; its constants, and vectors that have none in them (StepConstants). is_made:
+// inputs are those of the program, and weights and vectors come in the place of constants.  keeps:
+// as Keeps.  reset_to: of each carry, or none; the rest as in program_forward.
 #define FUSEDRNN_CALL_OPTIONS                                                                 \
   "bool is_made, Tensor[] reset_to, int[] reset_kinds, int chunk, bool reverse, int stream, " \
   "int first_step, Tensor? seed, Tensor? lengths, Tensor? reset) -> Tensor[]"

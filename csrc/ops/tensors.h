@@ -34,6 +34,16 @@ inline Tensor view(const Tensor& tensor, const std::vector<int64_t>& sizes,
   return Tensor(handle);
 }
 
+// Contiguous memory in the sizes of another tensor.
+inline Tensor in_shape_of(const Tensor& other, const Tensor& contiguous) {
+  const std::vector<int64_t> shape(other.sizes().begin(), other.sizes().end());
+  if (has_shape(contiguous, shape)) return contiguous;
+  std::vector<int64_t> strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
+  return view(contiguous, shape, strides);
+}
+
 // The reason in an error from torch.  Its stable ABI gives it in the lines after the first, which
 // is about torch's headers; torch 2.11 and 2.12 give none.
 inline std::string reason_of(const std::exception& error) {

@@ -86,21 +86,9 @@ def backward(
         rest: What forward has kept for backward.
         gradients: Of outputs and of the last state.
     """
-    if steps := call.steps:
-        return _of_whole(call, steps, seed, tensors, rest, needs, gradients)
-    return _Backward(call, seed, tensors, rest, needs).gradients(gradients)
-
-
-def _of_whole(
-    call: Call,
-    steps: Steps,
-    seed: Seed,
-    tensors: Sequence[Tensor],
-    rest: Sequence[Tensor],
-    needs: Sequence[bool],
-    gradients: Sequence[Tensor | None],
-) -> Gradients:
-    """The same by the operator alone."""
+    steps = call.steps
+    if steps is None:
+        return _Backward(call, seed, tensors, rest, needs).gradients(gradients)
     part, values = call.parts[0], Values.of(call, tensors)
     nothing = values.state[0].new_empty(0)
     needed = Values.of(call, call.program.unread.without(needs, call.counts))
