@@ -198,7 +198,7 @@ def _end_of_trace() -> None:
 def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     # kl_divergence looks here before it searches, which torch.compile does not follow.
     kl._KL_MEMOIZE.update(kl._KL_REGISTRY)
-    _quiet_torch()
+    _change_torch()
     options: dict[str, Any] = {}
     if torch.__version__ >= "2.13":
         # Of its own limit torch.compile speaks in the log, with a function that is not the user's.
@@ -217,25 +217,37 @@ class _OfOthers(logging.Filter):
         return _thread.call is None
 
 
-def _quiet_torch() -> None:
-    """Has torch.compile warn of functions that it does not follow, and log errors of operations, in
-    other calls than ours, whose steps are then taken in Python without a loss."""
+def _change_torch() -> None:
+    """Has torch.compile do some things in other calls than ours alone.
+
+    It is not to warn of functions that it does not follow, and not to log errors of operations:
+    such steps are taken in Python without a loss. And it is not to look at gradients of weights
+    while it traces: a thread that trains these may be writing them, which ends the process.
+    """
     from torch._dynamo import utils
+    from torch._dynamo.variables import builder
+    from torch._subclasses import meta_utils
 
     # What an operation raises in a trace, it raises in Python, too.
     logs = logging.getLogger("torch._subclasses.fake_tensor")
     if not any(isinstance(one, _OfOthers) for one in logs.filters):
         logs.addFilter(_OfOthers())
-    warn: Any = getattr(utils, "warn_once", None)
-    if warn is None or hasattr(warn, "of_others"):
+    _leave_out(utils, "warn_once", None)
+    _leave_out(builder, "safe_has_grad", False)
+    _leave_out(meta_utils, "safe_grad", None)
+
+
+def _leave_out(module: Any, name: str, result: Any) -> None:
+    """Has a function of torch do nothing in our calls, and return this."""
+    theirs: Any = getattr(module, name, None)
+    if theirs is None or hasattr(theirs, "of_others"):
         return
 
-    def of_others(*given: Any, **options: Any) -> None:
-        if _thread.call is None:
-            warn(*given, **options)
+    def of_others(*given: Any, **options: Any) -> Any:
+        return theirs(*given, **options) if _thread.call is None else result
 
-    of_others.of_others = warn  # type: ignore[attr-defined]
-    utils.warn_once = of_others
+    of_others.of_others = theirs  # type: ignore[attr-defined]
+    setattr(module, name, of_others)
 
 
 def _tracer() -> Any:

@@ -224,6 +224,17 @@ def test_training_in_another_thread(run: Callable[..., Any]) -> None:
     torch.testing.assert_close(made, run(cell, x)[0], rtol=0, atol=steps * 1e-4)
 
 
+def test_traces_do_not_look_at_gradients() -> None:
+    """Another thread may write them at that moment, which ends the process; torch.compile alone
+    does, and refuses this cell."""
+    rnn, x = fusedrnn.Recurrent(Cell().eval(), compile="require"), sequence()
+    weight = rnn.cell.gru.weight_ih
+    weight.grad_dtype = None
+    weight.grad = torch.ones_like(weight, dtype=torch.float32)
+    rnn(x, STATE)[0].sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
 def test_calls_beside_a_first_use() -> None:
     """Those of a compiled cell stay compiled, and functions of torch.compile run."""
     rnn, x = fusedrnn.Recurrent(Cell().eval(), compile="require"), sequence()
