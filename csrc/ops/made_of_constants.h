@@ -14,54 +14,29 @@ namespace fusedrnn {
 // Weights and vectors of one call.
 class MadeOfConstants {
  public:
-  // known: none if the constants are the weights and vectors themselves.
-  // constants: those of the step, and then the fixed tensors.
-  MadeOfConstants(const program::Program& program, const StepConstants* known, ScalarType dtype,
+  MadeOfConstants(const program::Program& program, const StepConstants& known, ScalarType dtype,
                   const Tensor* constants, size_t count)
       : dtype_(dtype) {
-    const size_t weight_count = size_t(program.weights()), vector_count = program.vectors.size();
-    if (known == nullptr) {
-      FUSEDRNN_CHECK(count == weight_count + vector_count, "expected ", weight_count,
-                     " weights and ", vector_count, " vectors, got ", count, " tensors");
-      weights.assign(constants, constants + weight_count);
-      vectors.assign(constants + weight_count, constants + count);
-      for (size_t i = 0; i < count; ++i) {
-        const int64_t dims = i < weight_count ? 2 : 1;
-        FUSEDRNN_CHECK(constants[i].dim() == dims, "a weight has 2 dimensions, a vector 1, got ",
-                       shape_text(constants[i].sizes()));
-      }
-      return;
-    }
-    FUSEDRNN_CHECK(known->weights.size() == weight_count && known->vectors.size() == vector_count,
-                   "nobody has said how this program's weights are made");
-    FUSEDRNN_CHECK(int64_t(count) >= known->fixed, "expected ", known->fixed,
-                   " fixed tensors behind the constants of the step, got ", count);
     for (size_t i = 0; i < count; ++i) {
       const Tensor& constant = constants[i];
       constants_.push_back(constant.scalar_type() == dtype ? constant
                                                            : torch::stable::to(constant, dtype));
     }
-    std::vector<int64_t> terms_of(weight_count);
+    std::vector<int64_t> terms_of(known.weights.size());
     for (const program::Product& p : program.products) terms_of[size_t(p.weight)] = p.terms;
-    for (size_t i = 0; i < weight_count; ++i) {
-      weights.push_back(weight(known->weights[i][0], terms_of[i]));
+    for (size_t i = 0; i < terms_of.size(); ++i) {
+      weights.push_back(weight(known.weights[i][0], terms_of[i]));
     }
-    for (const Terms& terms : known->vectors) vectors.push_back(vector(terms));
+    for (const Terms& terms : known.vectors) vectors.push_back(vector(terms));
   }
 
   std::vector<Tensor> weights, vectors;
 
-  // The number of a side's constant among those of the call, or less than 0 for zeros.
-  int64_t number_of(const Side& side) const {
-    if (side.constant >= Side::kZeros) return side.constant;
-    return int64_t(constants_.size()) + 1 + side.constant;
-  }
-
  private:
   const Tensor& constant(const Side& side) const {
-    const int64_t i = number_of(side);
-    FUSEDRNN_CHECK(i >= 0 && i < int64_t(constants_.size()), "there is no constant ", i);
-    return constants_[size_t(i)];
+    FUSEDRNN_CHECK(side.constant < int64_t(constants_.size()), "there is no constant ",
+                   side.constant);
+    return constants_[size_t(side.constant)];
   }
   // (terms, columns), of the constant itself.
   Tensor rows(const Side& side, int64_t terms) const {
@@ -94,8 +69,8 @@ class MadeOfConstants {
   }
   Tensor numbers(const Side& side) const {
     const Tensor& all = constant(side);
-    FUSEDRNN_CHECK(all.dim() > 0 && all.numel() - side.columns >= side.first,
-                   "a vector cannot be made of ", shape_text(all.sizes()));
+    FUSEDRNN_CHECK(all.numel() - side.columns >= side.first, "a vector cannot be made of ",
+                   shape_text(all.sizes()));
     const Tensor own = all.dim() == 1 ? all : torch::stable::reshape(all, {all.numel()});
     if (own.size(0) == side.columns) return own;
     return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
@@ -130,25 +105,24 @@ class MadeOfConstants {
 // Memory for gradients of weights and vectors, and those of constants that come of them.
 class GradientsOfConstants {
  public:
-  // known: as of MadeOfConstants.
   // needs: whether a constant gets a gradient, by its number.
+  // dtype: in which gradients are added up.
+  // is_sum: whether they stay in it, to be added to others.
   // none: stands for no gradient.
   template <class Needs>
-  GradientsOfConstants(const StepConstants* known, const MadeOfConstants& made,
+  GradientsOfConstants(const StepConstants& known, const MadeOfConstants& made,
                        const Tensor* constants, size_t count, const Needs& needs, ScalarType dtype,
-                       const Tensor& none)
-      : constants_(constants), is_made_(known == nullptr), none_(none), uses_(count),
-        wholes_(count) {
+                       bool is_sum, const Tensor& none)
+      : constants_(constants), is_sum_(is_sum), none_(none), uses_(count), wholes_(count) {
     const size_t weight_count = made.weights.size();
     // Whether a weight or a vector needs a gradient.
     const auto note = [&](size_t made_of, bool is_weight) {
-      if (is_made_) return bool(needs(is_weight ? made_of : weight_count + made_of));
-      const Terms& terms = (is_weight ? known->weights : known->vectors)[made_of];
+      const Terms& terms = (is_weight ? known.weights : known.vectors)[made_of];
       bool is_needed = false;
       for (size_t term = 0; term < terms.size(); ++term) {
         int64_t place = 0;
         for (const Side& side : terms[term]) {
-          const int64_t i = made.number_of(side);
+          const int64_t i = side.constant;
           if (i >= 0 && needs(size_t(i))) {
             is_needed = true;
             uses_[size_t(i)].push_back({side, made_of, is_weight, place, term > 0,
@@ -184,14 +158,13 @@ class GradientsOfConstants {
   // Memory that the program writes.
   std::vector<Tensor> weights, vectors;
 
-  // The gradient of a constant, in its own type; `none` if it has no part in the program.
+  // The gradient of a constant; `none` if it has no part in the program.
   Tensor of(size_t i) const {
-    if (is_made_) return i < weights.size() ? weights[i] : vectors[i - weights.size()];
     const std::vector<Use>& uses = uses_[i];
     if (uses.empty()) return none_;
     const Tensor& constant = constants_[i];
     const Tensor found = wholes_[i] ? in_shape_of(constant, *wholes_[i]) : sum(i);
-    return found.scalar_type() == constant.scalar_type()
+    return is_sum_ || found.scalar_type() == constant.scalar_type()
                ? found
                : torch::stable::to(found, constant.scalar_type());
   }
@@ -283,7 +256,7 @@ class GradientsOfConstants {
   }
 
   const Tensor* constants_;
-  const bool is_made_;
+  const bool is_sum_;
   const Tensor none_;
   std::vector<std::vector<Use>> uses_;
   std::vector<std::optional<Tensor>> wholes_;

@@ -13,7 +13,6 @@ struct StepTensors {
   int64_t program;
   const Tensors& tensors;
   int64_t first_state, seq_len;
-  bool is_made;
   const Tensors& reset_to;
   const std::vector<int64_t>& reset_kinds;
 };
@@ -26,10 +25,9 @@ struct StepCall {
         first_constant(first_state + known.program.carries.size()), seq_len(given.seq_len),
         batch(rows_of(given.tensors)),
         none(allocate(given.tensors[first_state], {0}, known.dtype, "")),
-        made(known.program, given.is_made ? nullptr : &step, known.dtype,
-             given.tensors.data() + first_constant, given.tensors.size() - first_constant) {
-    for (size_t i = 0; i < known.program.inputs.size(); ++i) {
-      const int64_t place = given.is_made ? int64_t(i) : step.inputs[i];
+        made(known.program, step, known.dtype, given.tensors.data() + first_constant,
+             given.tensors.size() - first_constant) {
+    for (const int64_t place : step.inputs) {
       FUSEDRNN_CHECK(place < given.first_state, "the program reads input ", place,
                      ", and there are ", given.first_state);
       places_of_inputs.push_back(size_t(place));
@@ -126,13 +124,13 @@ enum class Keeps { Nothing, Carries, Sums };
 // sequences, the last state, and what it keeps, as program_forward writes them.
 template <class Platform>
 Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_state,
-                              int64_t seq_len, int64_t keeps, bool is_made, Tensors reset_to,
+                              int64_t seq_len, int64_t keeps, Tensors reset_to,
                               std::vector<int64_t> reset_kinds, int64_t chunk, bool reverse,
                               int64_t stream, int64_t first_step, MaybeTensor seed,
                               MaybeTensor lengths, MaybeTensor reset) {
   FUSEDRNN_CHECK(keeps >= 0 && keeps <= int64_t(Keeps::Sums), "keeps must be 0, 1 or 2, got ",
                  keeps);
-  const StepCall call({program, tensors, first_state, seq_len, is_made, reset_to, reset_kinds});
+  const StepCall call({program, tensors, first_state, seq_len, reset_to, reset_kinds});
   const program::Program& p = call.known.program;
   ProgramArguments::check_program_sizes(call.known, seq_len, call.batch);
   const int64_t batch = call.batch;
@@ -169,16 +167,16 @@ Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_st
 
 // The operator `program_call_backward`.  Its arguments are the schema's, in the same order.  An
 // empty tensor of one dimension stands for no gradient.  It returns those of `tensors`, and then of
-// `reset_to`, that are needed: as these are, but those of weights, of vectors and of states that
-// resets set as they are added up.
+// `reset_to`, that are needed: as these are, but those of states that resets set as they are added
+// up.
 template <class Platform>
 Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t first_state,
                                        int64_t seq_len, Tensors kept, Tensors gradients,
-                                       std::vector<bool> needs, bool is_made, Tensors reset_to,
+                                       std::vector<bool> needs, bool is_part, Tensors reset_to,
                                        std::vector<int64_t> reset_kinds, int64_t chunk,
                                        bool reverse, int64_t stream, int64_t first_step,
                                        MaybeTensor seed, MaybeTensor lengths, MaybeTensor reset) {
-  const StepCall call({program, tensors, first_state, seq_len, is_made, reset_to, reset_kinds});
+  const StepCall call({program, tensors, first_state, seq_len, reset_to, reset_kinds});
   const program::Program& p = call.known.program;
   const int64_t batch = call.batch;
   const size_t sequences = p.sequences.size(), states = p.carries.size();
@@ -217,8 +215,9 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   const Tensor* constants = tensors.data() + call.first_constant;
   const size_t count = tensors.size() - call.first_constant;
   const GradientsOfConstants of_constants(
-      is_made ? nullptr : &call.step, call.made, constants, count,
-      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), call.none);
+      call.step, call.made, constants, count,
+      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), is_part,
+      call.none);
   Tensors of_resets(states, call.none);
   for (size_t j = 0; j < reset_to.size(); ++j) {
     if (!need(tensors.size() + j)) continue;
@@ -268,21 +267,21 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
 }
 
 // tensors: inputs of the step, (seq_len, batch, ...) each, as many as first_state says; its state,
-// of (batch, ...) each; its constants, and vectors that have none in them (StepConstants). is_made:
-// inputs are those of the program, and weights and vectors come in the place of constants.  keeps:
-// as Keeps.  reset_to: of each carry, or none; the rest as in program_forward.
-#define FUSEDRNN_CALL_OPTIONS                                                                 \
-  "bool is_made, Tensor[] reset_to, int[] reset_kinds, int chunk, bool reverse, int stream, " \
-  "int first_step, Tensor? seed, Tensor? lengths, Tensor? reset) -> Tensor[]"
+// of (batch, ...) each; and what StepConstants makes weights and vectors of.  keeps: as Keeps.
+// reset_to: of each carry, or none; the rest as in program_forward.
+#define FUSEDRNN_CALL_OPTIONS                                                                   \
+  "Tensor[] reset_to, int[] reset_kinds, int chunk, bool reverse, int stream, int first_step, " \
+  "Tensor? seed, Tensor? lengths, Tensor? reset) -> Tensor[]"
 
 constexpr const char* kProgramCallSchema =
     "program_call(int program, Tensor[] tensors, int first_state, int seq_len, int "
     "keeps, " FUSEDRNN_CALL_OPTIONS;
 // kept: what program_call returns without the last state.  gradients: of sequences and of the last
-// state.  needs: which of `tensors` and of `reset_to` need a gradient.
+// state.  needs: which of `tensors` and of `reset_to` need a gradient.  is_part: gradients of
+// constants will be added to those of other steps, and come in the type for that.
 constexpr const char* kProgramCallBackwardSchema =
     "program_call_backward(int program, Tensor[] tensors, int first_state, int seq_len, "
-    "Tensor[] kept, Tensor[] gradients, bool[] needs, " FUSEDRNN_CALL_OPTIONS;
+    "Tensor[] kept, Tensor[] gradients, bool[] needs, bool is_part, " FUSEDRNN_CALL_OPTIONS;
 #undef FUSEDRNN_CALL_OPTIONS
 
 template <class Library>

@@ -13,8 +13,8 @@ namespace fusedrnn {
 // numbers.
 struct Side {
   static constexpr int64_t kZeros = -1;
-  int64_t constant;  // its number; kZeros; or less: of the call's fixed tensors the last, and so on
-  int64_t member;    // of a stack of matrices, or less than 0
+  int64_t constant;    // its number, or kZeros
+  int64_t member;      // of a stack of matrices, or less than 0
   bool is_transposed;  // whether the constant's transpose has these rows
   int64_t first, columns;
 };
@@ -25,8 +25,7 @@ using Terms = std::vector<std::vector<Side>>;
 struct StepConstants {
   std::vector<int64_t> inputs;  // which inputs of the step the program reads
   std::vector<std::vector<int64_t>> sequence_shapes, state_shapes;  // of a row
-  int64_t fixed = 0;                    // how many fixed tensors a call has
-  std::vector<Terms> weights, vectors;  // none if Python makes them
+  std::vector<Terms> weights, vectors;
 
   static StepConstants read(const int64_t* numbers, int64_t count,
                             const program::Program& program) {
@@ -35,9 +34,7 @@ struct StepConstants {
     from.list([&] { found.sequence_shapes.push_back(from.numbers()); });
     from.list([&] { found.state_shapes.push_back(from.numbers()); });
     found.check_all_shapes(program);
-    if (from.next == from.end) return found;
     found.inputs = from.numbers();
-    found.fixed = from.number();
     from.list([&] { found.weights.push_back(from.terms()); });
     from.list([&] { found.vectors.push_back(from.terms()); });
     FUSEDRNN_CHECK(from.next == from.end, "there are too many numbers for constants");
@@ -102,8 +99,7 @@ struct StepConstants {
       int64_t columns = 0;
       for (const Side& side : sides) {
         FUSEDRNN_CHECK(side.columns > 0 && side.first >= 0, "a side has no columns");
-        FUSEDRNN_CHECK(side.constant >= Side::kZeros - fixed, "there is no fixed tensor ",
-                       side.constant);
+        FUSEDRNN_CHECK(side.constant >= Side::kZeros, "there is no constant ", side.constant);
         columns = plus(columns, side.columns);
       }
       FUSEDRNN_CHECK(columns == width, "sides have ", columns, " columns, and should have ", width);
@@ -117,7 +113,6 @@ struct StepConstants {
       FUSEDRNN_CHECK(std::count(inputs.begin(), inputs.end(), inputs[i]) == 1, "input ", inputs[i],
                      " is read twice");
     }
-    FUSEDRNN_CHECK(fixed >= 0, "there cannot be ", fixed, " fixed tensors");
     FUSEDRNN_CHECK(
         int64_t(weights.size()) == program.weights() && vectors.size() == program.vectors.size(),
         "expected ", program.weights(), " weights and ", program.vectors.size(), " vectors, got ",

@@ -88,8 +88,6 @@ class Program:
     """Of its record; "" if it has none."""
     number: int = -1
     """Of the operators."""
-    makes_weights: bool = False
-    """Whether the operators make its weights of the step's constants."""
     library: Library | None = None
     unread: Unread = field(default_factory=Unread)
     without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)

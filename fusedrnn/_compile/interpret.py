@@ -64,8 +64,9 @@ class Interpreter:
             carries: (batch, ...) each.
         """
         plan = self._made.plan
-        weights, vectors = self._outside(constants, carries[0])
-        inputs = self._outside.inputs(constants, inputs, carries[0])
+        tensors = self._outside.tensors(constants, carries[0])
+        weights, vectors = self._outside.recipes.made(tensors, carries[0])
+        inputs = self._outside.inputs(tensors, inputs, carries[0])
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
         numbers = {d: draws(d) for d in plan.draws}
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]

@@ -104,12 +104,10 @@ def call(*given: Any) -> list[Tensor]:
     Args:
         program: Its number.
         tensors: Inputs of the step, (seq_len, batch, ...) each; its state, (batch, ...) each; its
-            constants; and vectors that have no constant in them.
+            constants, and what is computed of them (:class:`.outside.Outside`).
         first_state: The number of inputs.
         seq_len: Steps.
         keeps: 0 without a backward, 1 for one that repeats products, 2 for one that does not.
-        is_made: Whether inputs are those of the program, and its weights, (terms, columns) each,
-            and its vectors, (width) each, come in the place of constants.
         reset_to: What each carry becomes at a reset, (batch, ...), (1, ...) or (seq_len, batch,
             ...), or an empty tensor; or none at all.
         reset_kinds: Of each carry: 0 for zero, 1 for a state, 2 for a sequence of states, 3 for a
@@ -134,13 +132,13 @@ def call(*given: Any) -> list[Tensor]:
 def call_backward(*given: Any) -> list[Tensor]:
     """Gradients of ``tensors`` and of ``reset_to``: empty ones for those that are not needed.
 
-    Those of weights and vectors, and of states that rows are set to, are in float64 or float32; of
-    such states they are (batch, width).
+    Those of states that rows are set to are (batch, width), in float64 or float32.
 
     Args: As of :func:`call`, with these in the place of ``keeps``:
         kept: What that returned without the last state.
         gradients: Of sequences and of the last state, empty ones for those that have none.
         needs: Which of ``tensors`` and of ``reset_to`` need a gradient.
+        is_part: Whether gradients of constants are in float64 or float32, to be added to others.
     """
     return _run(_library.operators.program_call_backward, given)
 

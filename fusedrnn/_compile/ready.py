@@ -39,7 +39,6 @@ def with_library(
         constants=constants,
         is_for_gpu=kind == "cuda",
     )
-    program.makes_weights = outside.has_recipes
-    outside.hold_on(device)
+    outside.prepare(device, program.dtype)
     check(program, trial, device)
     return program

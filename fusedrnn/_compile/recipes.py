@@ -1,54 +1,30 @@
-"""How weights and vectors of a program are made of a step's constants: mostly as these are.
+"""How weights and vectors of a program are made of tensors: mostly as these are.
 
-Then csrc/ops/made_of_constants.h makes them, and neither they nor gradients of the constants need a
-graph of autograd.
+csrc/ops/made_of_constants.h makes them in calls, with gradients, and :meth:`Recipes.made` where
+that is not to be relied on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from .expressions import Part
-
-
-class Weight(NamedTuple):
-    """The weight of a product: parts side by side."""
-
-    terms: int
-    parts: list[Part]
-
-
-class Bias(NamedTuple):
-    """A vector that is the sum of biases of products."""
-
-    products: list[int]
-
-
-class Columns(NamedTuple):
-    """A vector of numbers of a tensor, which is read as if it had one dimension."""
-
-    source: fx.Node
-    first: int
-    width: int
-    step: int
-    """0 or 1, or -1 if the numbers are at ``places``."""
-    places: list[int]
+ZEROS = -1
 
 
 class Side(NamedTuple):
-    """Some columns of a weight, or some numbers of a vector: rows of a constant, or some of its
+    """Some columns of a weight, or some numbers of a vector: rows of a tensor, or some of its
     numbers."""
 
-    constant: int
-    """Its number; -1 for zeros."""
+    tensor: int
+    """Its number, or ``ZEROS``."""
     member: int
     """Of a stack of matrices, or -1."""
     is_transposed: bool
-    """Whether it is the constant's transpose that has these rows, of a weight."""
+    """Whether it is the tensor's transpose that has these rows, of a weight."""
     first: int
     """Of the rows or numbers."""
     columns: int
@@ -59,118 +35,58 @@ Terms = list[list[Side]]
 
 
 class Recipes(NamedTuple):
-    """Those of a program, where all of its weights and vectors have one."""
+    """Those of a program."""
 
     rows: list[int]
     """Of each weight."""
     weights: list[Terms]
     vectors: list[Terms]
-    fixed: list[int]
-    """Vectors that have no constant in them: a call gives these behind its constants, and their
-    sides have numbers that are counted back from -2, which is the last one."""
 
     @staticmethod
-    def of(
-        weights: Sequence[Weight],
-        vectors: Sequence[Bias | Columns],
-        places: dict[fx.Node, int],
-    ) -> Recipes | None:
-        """
-        Args:
-            places: The constants' numbers.
-        """
-        fixed = [
-            i
-            for i, vector in enumerate(vectors)
-            if isinstance(vector, Columns) and vector.source.op == "get_attr"
+    def of_json(stored: list[Any]) -> Recipes:
+        """From a list of lists."""
+        rows, weights, vectors = stored
+        read = [
+            [[[Side(*side) for side in sides] for sides in terms] for terms in every]
+            for every in (weights, vectors)
         ]
-        made = [_of_weight(weight, places) for weight in weights]
-        for i, vector in enumerate(vectors):
-            if isinstance(vector, Bias):
-                made.append(_of_bias(vector, weights, places))
-            elif i in fixed:
-                made.append([[Side(fixed.index(i) - len(fixed) - 1, -1, False, 0, vector.width)]])
-            elif vector.step == 1 and vector.source in places:
-                made.append([[Side(places[vector.source], -1, False, vector.first, vector.width)]])
-            else:
-                return None
-        known = [terms for terms in made if terms is not None]
-        if len(known) < len(made):
-            return None
-        count = len(weights)
-        return Recipes([w.terms for w in weights], known[:count], known[count:], fixed)
+        return Recipes(rows, *read)
 
-    def fit(self, constants: Sequence[Tensor]) -> bool:
-        """Whether recipes are right for the shapes of constants."""
-        for rows, terms in zip(self.rows, self.weights, strict=True):
-            for i, member, is_transposed, first, columns in terms[0]:
-                shape = tuple(constants[i].shape)
-                if member >= 0:
-                    if len(shape) != 3 or member >= shape[0]:
-                        return False
-                    shape = shape[1:]
-                shape = shape[:: -1 if is_transposed else 1]
-                if len(shape) != 2 or shape[1] != columns or shape[0] < first + rows:
-                    return False
-        return all(
-            constants[i].dim() > 0 and constants[i].numel() >= first + columns
-            for terms in self.vectors
-            for sides in terms
-            for i, _, _, first, columns in sides
-            if i >= 0
-        )
+    def made(self, tensors: Sequence[Tensor], like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights, (terms, columns) each, and vectors, (width,) each, by torch.
+
+        Args:
+            like: Of their dtype and device.
+        """
+        weights = [
+            _side_by_side(
+                [_rows(tensors[side.tensor].to(like.dtype), side, rows) for side in sides]
+            )
+            for rows, (sides,) in zip(self.rows, self.weights, strict=True)
+        ]
+        return weights, [_sum(terms, tensors, like) for terms in self.vectors]
 
 
-def _of_weight(weight: Weight, places: dict[fx.Node, int]) -> Terms | None:
-    sides = []
-    for part in weight.parts:
-        node, is_transposed = part.weight, part.is_transposed
-        while _is_transpose(node):
-            (node,) = node.all_input_nodes
-            is_transposed = not is_transposed
-        if node not in places:
-            return None
-        member = -1 if part.member is None else part.member
-        sides.append(Side(places[node], member, is_transposed, part.first, part.columns))
-    return [sides]
+def _rows(tensor: Tensor, side: Side, rows: int) -> Tensor:
+    matrix = tensor if side.member < 0 else tensor[side.member]
+    return (matrix.t() if side.is_transposed else matrix).narrow(0, side.first, rows)
 
 
-def _of_bias(vector: Bias, weights: Sequence[Weight], places: dict[fx.Node, int]) -> Terms | None:
-    terms = []
-    for i in vector.products:
-        parts = weights[i].parts
-        if any(part.bias is not None and part.bias not in places for part in parts):
-            return None
-        numbers = [-1 if part.bias is None else places[part.bias] for part in parts]
-        terms.append(
-            [Side(n, -1, False, 0, part.columns) for n, part in zip(numbers, parts, strict=True)]
-        )
-    return terms
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    # In the way in which torch's linear layers have their weights.
+    return parts[0] if len(parts) == 1 else torch.cat([part.t() for part in parts]).t()
 
 
-def _is_transpose(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is torch.ops.aten.permute.default:
-        return list(node.args[1]) in ([1, 0], [-1, 0], [1, -2], [-1, -2])  # type: ignore[arg-type]
-    return node.target is torch.ops.aten.t.default
+def _sum(terms: Terms, tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    def numbers(side: Side) -> Tensor:
+        if side.tensor == ZEROS:
+            return like.new_zeros(side.columns)
+        flat = tensors[side.tensor].reshape(-1)
+        return flat.narrow(0, side.first, side.columns).to(like.dtype)
 
-
-def cuts_of(vectors: Sequence[Bias | Columns]) -> dict[fx.Node, dict[int, int]]:
-    """Of each tensor that vectors are parts of: where these begin, and how wide they are.
-
-    Nothing where they are not side by side from the first number on.
-    """
-    parts: dict[fx.Node, set[tuple[int, int]]] = {}
-    for vector in vectors:
-        if isinstance(vector, Columns) and vector.step == 1:
-            parts.setdefault(vector.source, set()).add((vector.first, vector.width))
-    found: dict[fx.Node, dict[int, int]] = {}
-    for source, pairs in parts.items():
-        end, found[source] = 0, dict(sorted(pairs))
-        for first, width in sorted(pairs):
-            if first != end:
-                found[source] = {}
-                break
-            end += width
-    return found
+    total: Tensor | None = None
+    for sides in terms:
+        term = torch.cat([numbers(side) for side in sides])
+        total = term if total is None else total + term
+    assert total is not None
+    return total

@@ -484,7 +484,7 @@ def _by_operators(
         steps - 1,  # three make a whole chunk and a shorter one
         [Part(0, steps)],
         saves_sums=False,
-    ).with_program(program, tensors[inputs + states :])
+    ).with_program(program)
     seed = trial.noise.seed
     results = forward(call, seed, tensors, for_backward=True)
     cotangents = [g.to(device, program.dtype) for g in trial.cotangents]

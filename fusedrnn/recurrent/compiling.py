@@ -453,7 +453,7 @@ class _Running:
         made = Call(
             of_all, counts, graph, given.numbers, program, program, chunk, parts, saves_sums
         )
-        return made.with_program(program, given.constants), given
+        return made.with_program(program), given
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
         call, options = self.call, self._options

@@ -44,20 +44,19 @@ class Call:
     saves_sums: bool
     """Whether forward saves the sums of products, which backward then need not multiply again."""
     steps: Steps | None = None
-    """All of them, where the operators make weights of the step's constants."""
+    """All of them, where the program reads the step's inputs."""
     outputs: Sequence[int] | None = None
     """Which sequence each output is, if each is another one."""
     draws: bool = True
     """Whether the program draws random numbers."""
 
-    def with_program(self, program: Program, constants: Sequence[Tensor]) -> Call:
+    def with_program(self, program: Program) -> Call:
         """The same of a program, which may be another one for backward."""
         made = replace(self, program=program, steps=None, outputs=None)
         made.draws = bool(program.form.streams)
         outside, outputs = program.printed.outside, program.printed.output_sequences
-        if self.is_whole and program.makes_weights and outside.fit(constants):
-            like = torch.empty(0, dtype=program.dtype, device=self.sequence.device)
-            made.steps = Steps.of(made, self.parts[0], outside.fixed(like))
+        if self.is_whole and not outside.makes_inputs:
+            made.steps = Steps.of(made, self.parts[0])
         if self.sequence.returns_sequence and len(set(outputs)) == len(outputs):
             made.outputs = outputs
         return made

@@ -30,20 +30,23 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
     """
     keeps = 1 + call.saves_sums if for_backward and call.is_whole else 0
     drawn = seed.on(call.sequence.device) if call.draws else None
-    if (steps := call.steps) and not call.counts[2]:
+    outside = call.program.printed.outside
+    if (steps := call.steps) and not call.counts[2] and not outside.computes:
         return _whole(call, steps, steps.forward(tensors, [], drawn, keeps))
     values = Values.of(call, tensors)
+    like = values.state[0]
+    constants = outside.tensors(values.constants, like)
     if steps:
-        given = [*values.inputs, *values.state, *values.constants]
-        reset_to = values.resets(call, call.parts[0], values.state[0].new_empty(0))
+        given = [*values.inputs, *values.state, *constants]
+        reset_to = values.resets(call, call.parts[0], like.new_empty(0))
         return _whole(call, steps, steps.forward(given, reset_to, drawn, keeps))
-    outside, like, constants = call.program.printed.outside, values.state[0], values.constants
-    weights, vectors = outside(constants, like)
     state, outputs, between = list(values.state), list[Tensor](), list[Tensor]()
     for part in call.parts:
-        steps = Steps.of(call, part, None)
-        inputs = outside.inputs(constants, values.inputs_of(call, part), like)
-        given = [*inputs, *state, *weights, *vectors]
+        steps = Steps.of(call, part)
+        inputs: Sequence[Tensor] = values.inputs_of(call, part)
+        if outside.makes_inputs:
+            inputs = outside.inputs(constants, inputs, like)
+        given = [*inputs, *state, *constants]
         reset_to = values.resets(call, part, like.new_empty(0))
         made = steps.forward(given, reset_to, drawn, keeps)
         if call.is_whole:

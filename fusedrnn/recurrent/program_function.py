@@ -68,7 +68,7 @@ class _Program(torch.autograd.Function):
             if program is None:
                 warn_of_loop("Gradients of some results alone")
                 return None, None, *_by_loop(call, seed, tensors, needs, gradients)
-            call = call.with_program(program, tensors[sum(call.counts) :])
+            call = call.with_program(program)
         return None, None, *backward(call, seed, tensors, rest, needs, gradients)
 
 
@@ -92,8 +92,9 @@ def backward(
     part, values = call.parts[0], Values.of(call, tensors)
     nothing = values.state[0].new_empty(0)
     needed = Values.of(call, call.program.unread.without(needs, call.counts))
+    weights = _Weights(call, values, needed.constants)
     found = steps.backward(
-        [*values.inputs, *values.state, *values.constants],
+        [*values.inputs, *values.state, *weights.tensors],
         values.resets(call, part, nothing),
         seed.on(call.sequence.device) if call.draws else None,
         list(rest),
@@ -101,18 +102,19 @@ def backward(
         [
             *needed.inputs,
             *needed.state,
-            *needed.constants,
+            *weights.needs,
             *needed.resets(call, part, False),
         ],
+        is_part=False,
     )
-    states, constants = sum(call.counts[:2]), len(values.constants)
-    made: Gradients = [one if one.numel() else None for one in found[: states + constants]]
+    states, end = sum(call.counts[:2]), sum(call.counts[:2]) + len(weights.tensors)
+    made: Gradients = [one if one.numel() else None for one in found[:end]]
     resets = call.sequence.resets
     of_resets: Gradients = [None] * len(values.reset_to)
     for n, i in enumerate(resets.leaves) if resets and resets.has_values else ():
         if needed.reset_to[n]:
-            of_resets[n] = _of_rows(found[states + constants + i], values.reset_to[n])
-    return [*made[:states], *of_resets, *made[states:]]
+            of_resets[n] = _of_rows(found[end + i], values.reset_to[n])
+    return [*made[:states], *of_resets, *weights.gradients(made[states:])]
 
 
 def _gradients(
@@ -191,10 +193,9 @@ class _Backward:
         self._values, self._needs = Values.of(call, tensors), Values.of(call, needs)
         self._nothing = self._values.state[0].new_empty(0)
         self._weights = _Weights(call, self._values, self._needs.constants)
-        # What parts give: of weights and vectors, of constants through inputs that are made of
-        # them, of the step's inputs, and of what carries become at resets.
+        # What parts give: of what weights and inputs are made of, of the step's inputs, and of what
+        # carries become at resets.
         self._sums: dict[int, Tensor] = {}
-        self._of_tables: dict[int, Tensor] = {}
         self._of_inputs: dict[int, Tensor] = {}
         self._of_resets: dict[int, Tensor] = {}
 
@@ -204,11 +205,8 @@ class _Backward:
         of_state: list[Any] = list(given[count:])
         for index in reversed(range(len(self._call.parts))):
             of_state = self._pass(index, [*given[:count], *of_state])
-        of_constants = self._weights.gradients([self._sums[i] for i in range(len(self._sums))])
-        for i, table in self._of_tables.items():
-            other = of_constants.get(i)
-            of_constants[i] = table if other is None else table + other.to(table.dtype)
-        return self._in_order(of_state, of_constants)
+        sums = [self._sums.get(i) for i in range(len(self._weights.tensors))]
+        return self._in_order(of_state, self._weights.gradients(sums))
 
     def _pass(self, index: int, given: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients of the state before a part.
@@ -222,10 +220,14 @@ class _Backward:
             x.detach().requires_grad_() if need else x
             for x, need in zip(values.inputs_of(call, part), needs.inputs, strict=True)
         ]
-        inputs = weights.inputs(own)
+        inputs, tables = self._inputs(own)
         states = len(values.state)
-        tensors = [*(x.detach() for x in inputs), *self._state_before(index), *weights.made]
-        steps, reset_to = Steps.of(call, part, None), values.resets(call, part, self._nothing)
+        tensors = [
+            *(x.detach() for x in inputs),
+            *self._state_before(index),
+            *weights.tensors,
+        ]
+        steps, reset_to = Steps.of(call, part), values.resets(call, part, self._nothing)
         kept = list(self._rest)
         if not call.is_whole:
             kept = steps.forward(tensors, reset_to, self._seed, 1)
@@ -240,19 +242,32 @@ class _Backward:
                 [
                     *(x.requires_grad for x in inputs),
                     *(need or index > 0 for need in needs.state),
-                    *(x.requires_grad for x in weights.with_graph),
+                    *weights.needs,
                     *needs.resets(call, part, False),
                 ],
+                is_part=True,
             )
         )
         of_inputs = [next(found) for _ in inputs]
         of_before = [next(found) for _ in range(states)]
-        for i in range(len(weights.made)):
+        for i in range(len(weights.tensors)):
             _add(self._sums, i, next(found))
         for i, (gradient, to) in enumerate(zip(found, reset_to, strict=True)):
             self._add_reset(i, part, gradient, to)
-        self._through_inputs(part, own, inputs, of_inputs)
+        self._through_inputs(part, own, tables, inputs, of_inputs)
         return of_before
+
+    def _inputs(self, own: list[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """What the program reads, of a part's own inputs; and what else that is made of."""
+        outside, weights = self._call.program.printed.outside, self._weights
+        if not outside.makes_inputs:
+            return own, {}
+        tables = {
+            i: weights.tensors[i].detach().requires_grad_(weights.needs[i]) for i in outside.tables
+        }
+        tensors = [tables.get(i, tensor) for i, tensor in enumerate(weights.tensors)]
+        with torch.enable_grad():
+            return outside.inputs(tensors, own, self._values.state[0]), tables
 
     def _state_before(self, index: int) -> Sequence[Tensor]:
         state = self._values.state
@@ -263,7 +278,7 @@ class _Backward:
     def _add_reset(self, i: int, part: Part, gradient: Tensor, to: Tensor) -> None:
         """The gradient of what a carry becomes at resets of a part."""
         resets = self._call.sequence.resets
-        if not gradient.numel() or resets is None:
+        if resets is None or not gradient.numel():
             return
         if not resets.is_sequence:
             _add(self._of_resets, i, gradient)
@@ -274,22 +289,27 @@ class _Backward:
         self._of_resets[i][part.slice] = gradient
 
     def _through_inputs(
-        self, part: Part, own: Sequence[Tensor], made: Sequence[Tensor], of_made: Sequence[Tensor]
+        self,
+        part: Part,
+        own: Sequence[Tensor],
+        tables: dict[int, Tensor],
+        made: Sequence[Tensor],
+        of_made: Sequence[Tensor],
     ) -> None:
-        """From the inputs that the program reads to those of the step, and to constants."""
+        """From the inputs that the program reads to those of the step, and to tables."""
         places = [i for i, x in enumerate(own) if x.requires_grad]
-        read = self._weights.read_by_inputs()
-        if len(made) == len(own) and all(a is b for a, b in zip(made, own, strict=True)):
+        if made is own:
             found: Sequence[Tensor | None] = [of_made[i] for i in places]
         else:
-            found = _through(made, of_made, [*read.values(), *(own[i] for i in places)])
-        for number, gradient in zip(read, found, strict=False):
-            if gradient is not None:  # which autograd may have given another leaf, too
-                total = self._of_tables.get(number)
-                gradient = gradient.to(self._call.sum_dtype)
-                self._of_tables[number] = gradient if total is None else total + gradient
-        for i, gradient in zip(places, found[len(read) :], strict=True):
-            if gradient is None:
+            read = {i: table for i, table in tables.items() if table.requires_grad}
+            leaves = [*read.values(), *(own[i] for i in places)]
+            found = _through(made, of_made, leaves)
+            for i, gradient in zip(read, found, strict=False):
+                if gradient is not None:
+                    _add(self._sums, i, gradient.to(self._call.sum_dtype))
+            found = found[len(read) :]
+        for i, gradient in zip(places, found, strict=True):
+            if gradient is None or not gradient.numel():
                 continue
             if self._call.is_whole:
                 self._of_inputs[i] = gradient
@@ -300,7 +320,9 @@ class _Backward:
                 )
             self._of_inputs[i][part.slice] = gradient
 
-    def _in_order(self, of_state: Sequence[Tensor], of_constants: dict[int, Tensor]) -> Gradients:
+    def _in_order(
+        self, of_state: Sequence[Tensor], of_constants: Sequence[Tensor | None]
+    ) -> Gradients:
         # As autograd does it, what unused results alone have read gets none, and no zeros.
         values, unread = self._values, self._call.program.unread
         inputs: Gradients = [
@@ -318,50 +340,54 @@ class _Backward:
         for n, i in enumerate(resets.leaves) if resets and resets.has_values else ():
             if self._needs.reset_to[n]:
                 reset_to[n] = _of_rows(self._of_resets[i], values.reset_to[n])
-        constants: Gradients = []
-        for i, constant in enumerate(values.constants):
-            gradient = None if i in unread.constants else of_constants.get(i)
-            constants.append(None if gradient is None else gradient.to(constant.dtype))
+        constants = [
+            None if gradient is None or i in unread.constants else gradient.to(constant.dtype)
+            for i, (constant, gradient) in enumerate(
+                zip(values.constants, of_constants, strict=True)
+            )
+        ]
         return _apart([*inputs, *state, *reset_to, *constants])
 
 
 class _Weights:
-    """Weights and vectors of a program in backward, and gradients of what they are made of."""
+    """What a program's weights are made of, in backward, and gradients of the constants."""
 
     def __init__(self, call: Call, values: Values, needs: Sequence[bool]) -> None:
-        self._outside, self._needs, self._like = (
-            call.program.printed.outside,
-            needs,
-            values.state[0],
-        )
-        given = zip(values.constants, needs, strict=True)
-        self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
-        """Leaves of a graph of autograd."""
-        with torch.enable_grad():
-            weights, vectors = self._outside(self._constants, self._like)
-        self.with_graph = [*weights, *vectors]
-        self.made = [tensor.detach() for tensor in self.with_graph]
+        outside = call.program.printed.outside
+        self.tensors: Sequence[Tensor] = values.constants
+        self.needs: Sequence[bool] = needs
+        self._constants: Sequence[Tensor] = values.constants
+        self._computed: Sequence[Tensor] = []
+        if outside.computes:
+            given = zip(values.constants, needs, strict=True)
+            self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
+            with torch.enable_grad():
+                every = outside.tensors(self._constants, values.state[0])
+            self._computed = every[len(values.constants) :]
+            self.tensors = [tensor.detach() for tensor in every]
+            self.needs = [tensor.requires_grad for tensor in every]
 
-    def inputs(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """What the program reads, of a part's own inputs."""
-        with torch.enable_grad():
-            return self._outside.inputs(self._constants, own, self._like)
-
-    def read_by_inputs(self) -> dict[int, Tensor]:
-        """The leaves that inputs may be made of, by their numbers."""
-        if not self._outside.reads_tables:
-            return {}
-        return {i: c for i, c in enumerate(self._constants) if self._needs[i]}
-
-    def gradients(self, of_made: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Of constants, by their numbers, from those of weights and vectors."""
-        places = [i for i, need in enumerate(self._needs) if need]
-        found = _through(self.with_graph, of_made, [self._constants[i] for i in places])
-        return {i: g for i, g in zip(places, found, strict=True) if g is not None}
+    def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Of constants, from those of all tensors."""
+        count = len(self._constants)
+        own, of_computed = list(found[:count]), found[count:]
+        places = [i for i, need in enumerate(self.needs[:count]) if need]
+        if not self._computed or not places:
+            return own
+        more = _through(self._computed, of_computed, [self._constants[i] for i in places])
+        for i, gradient in zip(places, more, strict=True):
+            before = own[i]
+            if before is None or gradient is None:
+                own[i] = gradient if before is None else before
+            else:
+                own[i] = before + gradient.to(before.dtype)
+        return _apart(own)
 
 
 def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
-    """Adds the gradient of a part, whose memory nobody else has."""
+    """Adds the gradient of a part, whose memory nobody else has; an empty one is none."""
+    if not gradient.numel():
+        return
     if i in sums:
         sums[i] += gradient
     else:
@@ -369,10 +395,14 @@ def _add(sums: dict[int, Tensor], i: int, gradient: Tensor) -> None:
 
 
 def _through(
-    made: Sequence[Tensor], of_made: Sequence[Tensor], leaves: Sequence[Tensor]
+    made: Sequence[Tensor], of_made: Sequence[Tensor | None], leaves: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Gradients of leaves from those of what has been made of them."""
-    pairs = [(y, g.to(y.dtype)) for y, g in zip(made, of_made, strict=True) if y.requires_grad]
+    pairs = [
+        (y, g.to(y.dtype))
+        for y, g in zip(made, of_made, strict=True)
+        if y.requires_grad and g is not None
+    ]
     if not pairs:
         return [None] * len(leaves)
     results, gradients = zip(*pairs, strict=True)

@@ -24,25 +24,17 @@ class Steps(NamedTuple):
     first_state: int
     """The number of inputs."""
     seq_len: int
-    fixed: list[Tensor]
-    """What comes behind the tensors, if the operators make weights and vectors of these."""
     options: tuple[Any, ...]
     """From ``chunk`` to ``first_step``."""
     masks: tuple[Any, ...]
     """Lengths and resets."""
-    is_made: bool
-    """Whether tensors are inputs and weights of the program, and not those of the step."""
     kinds: list[int]
     """What each carry becomes at a reset; none without resets."""
     sequences: int
     """Their number."""
 
     @staticmethod
-    def of(call: Call, part: Part, fixed: list[Tensor] | None) -> Steps:
-        """
-        Args:
-            fixed: None if weights and vectors come as they are.
-        """
+    def of(call: Call, part: Part) -> Steps:
         sequence, program, chunk = call.sequence, call.program, call.chunk
         lengths, reset = sequence.lengths, sequence.reset
         if not call.is_whole:
@@ -53,12 +45,10 @@ class Steps(NamedTuple):
             reset = reset[part.slice].contiguous()
         return Steps(
             program.number,
-            call.counts[0] if fixed is not None else len(program.form.inputs),
+            len(program.form.inputs) if program.printed.outside.makes_inputs else call.counts[0],
             part.steps,
-            fixed or [],
             (chunk, sequence.backwards, sequence.layer, part.begin),
             (lengths, reset),
-            fixed is None,
             _kinds_of_resets(call),
             len(program.form.sequences),
         )
@@ -69,17 +59,16 @@ class Steps(NamedTuple):
         """Sequences, the last state, and what is kept for backward.
 
         Args:
-            tensors: Inputs, states, and constants or what is made of them.
+            tensors: Inputs, states, and what weights are made of.
             reset_to: Of each carry, or none.
             keeps: 0 for nothing, 1 for what backward needs, 2 for the sums of products, too.
         """
         return _compile.operators.call(
             self.program,
-            [*tensors, *self.fixed],
+            list(tensors),
             self.first_state,
             self.seq_len,
             keeps,
-            self.is_made,
             reset_to,
             self.kinds,
             *self.options,
@@ -94,7 +83,8 @@ class Steps(NamedTuple):
         seed: Tensor | None,
         kept: list[Tensor],
         gradients: list[Tensor],
-        needs: Sequence[bool],
+        needs: list[bool],
+        is_part: bool,
     ) -> list[Tensor]:
         """Gradients of the tensors and of what resets set, empty ones where there is none.
 
@@ -102,25 +92,23 @@ class Steps(NamedTuple):
             kept: By forward, without the last state.
             gradients: Of sequences and of the last state.
             needs: Which tensors need a gradient; and which of ``reset_to``.
+            is_part: Whether gradients of constants are to be added to others.
         """
-        count = len(tensors)
-        fixed = [False] * len(self.fixed)
-        found = _compile.operators.call_backward(
+        return _compile.operators.call_backward(
             self.program,
-            [*tensors, *self.fixed],
+            list(tensors),
             self.first_state,
             self.seq_len,
             kept,
             gradients,
-            [*needs[:count], *fixed, *needs[count:]],
-            self.is_made,
+            needs,
+            is_part,
             reset_to,
             self.kinds,
             *self.options,
             seed,
             *self.masks,
         )
-        return found[:count] + found[count + len(fixed) :]
 
 
 def _kinds_of_resets(call: Call) -> list[int]:

@@ -88,14 +88,13 @@ class _Operators:
 
     def call(
         self, number: int, tensors: list[Tensor], first_state: int, seq_len: int, keeps: int,
-        is_made: bool, *options: Any,
+        *options: Any,
     ) -> list[Tensor]:  # fmt: skip
-        assert is_made, "programs without a library get weights that are made"
         program = _programs[number]
         groups = _groups(program, tensors, first_state)
         with torch.no_grad():
             results = _run(program, seq_len, groups, *options)
-        like, form = groups[1][0], program.form
+        like, form = tensors[first_state], program.form
         made = list[Tensor]()
         for shapes, values in (
             (program.sequence_shapes, results[: len(form.sequences)]),
@@ -112,13 +111,14 @@ class _Operators:
 
     def call_backward(
         self, number: int, tensors: list[Tensor], first_state: int, seq_len: int,
-        kept: list[Tensor], gradients: list[Tensor], needs: list[bool], is_made: bool,
+        kept: list[Tensor], gradients: list[Tensor], needs: list[bool], is_part: bool,
         *options: Any,
     ) -> list[Tensor]:  # fmt: skip
-        assert is_made
         program, (reset_to, *others) = _programs[number], options
         rows, dtype = tensors[first_state].shape[0], tensors[first_state].dtype
-        leaves = [leaf.detach().clone().requires_grad_() for leaf in tensors]
+        leaves = [
+            leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for leaf in tensors
+        ]
         to = [leaf.detach().clone().requires_grad_() for leaf in reset_to]
         kinds = others[0]
         with torch.enable_grad():
@@ -136,28 +136,33 @@ class _Operators:
         found: Sequence[Tensor | None] = [None] * len(needs)
         if pairs:
             values, given = zip(*pairs, strict=True)
-            found = torch.autograd.grad(values, [*leaves, *to], given, allow_unused=True)
+            trained = [leaf for leaf in [*leaves, *to] if leaf.requires_grad]
+            of_trained = iter(torch.autograd.grad(values, trained, given, allow_unused=True))
+            found = [next(of_trained) if t.requires_grad else None for t in [*leaves, *to]]
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         made = []
         for i, (leaf, gradient, need) in enumerate(zip([*leaves, *to], found, needs, strict=True)):
-            is_sum = i >= first_state + len(program.form.carries)
-            is_sum &= i < len(leaves) or kinds[i - len(leaves)] == STATE
+            is_constant = first_state + len(program.form.carries) <= i < len(leaves)
+            is_sum = i >= len(leaves) and kinds[i - len(leaves)] == STATE
             one = torch.zeros_like(leaf) if gradient is None else gradient
-            made.append(one.to(sums if is_sum else dtype) if need else leaf.new_empty(0))
+            if not need or (is_constant and gradient is None):
+                one = leaf.new_empty(0)
+            made.append(one.to(sums) if is_sum or (is_part and is_constant) else one)
         return made
 
 
 def _groups(program: Any, tensors: list[Tensor], first_state: int) -> list[list[Tensor]]:
     """Inputs, carries, weights and vectors, as the interpreter takes them."""
-    form = program.form
-    first = first_state + len(form.carries)
-    weights = 1 + max((product.weight for product in form.products), default=-1)
-    dtype = tensors[first_state].dtype
+    outside, first = program.printed.outside, first_state + len(program.form.carries)
+    inputs, like = tensors[:first_state], tensors[first_state].double()
+    if not outside.makes_inputs:
+        inputs = [inputs[i] for i in outside._inputs]
+    weights, vectors = outside.recipes.made(tensors[first:], like)
     return [
-        [x.to(dtype).reshape(*x.shape[:2], -1) for x in tensors[:first_state]],
-        [x.to(dtype).reshape(x.shape[0], -1) for x in tensors[first_state:first]],
-        list(tensors[first : first + weights]),
-        list(tensors[first + weights :]),
+        [x.double().reshape(*x.shape[:2], -1) for x in inputs],
+        [x.double().reshape(x.shape[0], -1) for x in tensors[first_state:first]],
+        weights,
+        vectors,
     ]
 
 
@@ -167,11 +172,9 @@ def _run(
     seed: Tensor | None, lengths: Tensor | None, reset: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    made_by, like = program.made(), groups[1][0]
+    made_by, (inputs, carries, weights, vectors) = program.made(), groups
     plan = made_by.plan
-    rows = like.shape[0]
-    inputs, carries, weights, vectors = ([leaf.double() for leaf in leaves] for leaves in groups)
-    nothing = like.new_empty(0)
+    rows, nothing = carries[0].shape[0], carries[0].new_empty(0)
     reset_to = [
         t.double().reshape(*t.shape[: 2 if kind == SEQUENCE else 1], -1)
         if kind in (STATE, SEQUENCE)
@@ -186,7 +189,7 @@ def _run(
             plan.lowered.draws[d].width,
             stream=stream + d * 2**16,
             distribution=plan.lowered.draws[d].distribution,
-            dtype=like.dtype,
+            dtype=program.dtype,
             first_step=first_step,
         ).double()
         for d in plan.draws

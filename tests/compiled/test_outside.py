@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES
 from fusedrnn._compile import ready
 from fusedrnn._compile.outside import Outside
-from fusedrnn.recurrent.program_call import Call
+from fusedrnn.recurrent import program_parts
 
 T, B, H = 4, 3, 16
 
@@ -66,13 +67,17 @@ class OnlyOn(TorchDispatchMode):
 def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for a GPU, and torch could not capture it in a CUDA graph."""
     asked: list[tuple[Outside, Sequence[Tensor]]] = []
-    compute = Outside.__call__
+    tensors = Outside.tensors
 
-    def noted(self: Outside, constants: Sequence[Tensor], like: Tensor) -> Any:
+    def noted(self: Outside, constants: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         asked.append((self, constants))
-        return compute(self, constants, like)
+        return tensors(self, constants, like)
 
-    monkeypatch.setattr(Outside, "__call__", noted)
+    def make(outside: Outside) -> None:
+        every = tensors(outside, meta, carry)
+        outside.recipes.made(every, carry)
+
+    monkeypatch.setattr(Outside, "tensors", noted)
     if name in OWN:
         cell: nn.Module = OWN[name]()
         inputs: Any = torch.randn(T, B, H)
@@ -84,22 +89,23 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
     outside, constants = asked[-1]
     meta = [constant.to("meta") for constant in constants]
     carry = torch.empty(B, H, device="meta")
-    with pytest.raises(AssertionError), OnlyOn("meta"):
-        compute(outside, meta, carry)
+    if outside.computes:
+        with pytest.raises(AssertionError), OnlyOn("meta"):
+            make(outside)
     with torch.inference_mode():
-        outside.hold_on(torch.device("meta"))
+        outside.prepare(carry.device, carry.dtype)
     with OnlyOn("meta"):
-        compute(outside, meta, carry)
-    assert not any(number.is_inference() for number in outside._held.values())
-    held = dict(outside._held)
-    outside.hold_on(torch.device("meta"))  # as another first use of the program does
-    assert all(number is held[key] for key, number in outside._held.items()), "a graph may read it"
+        make(outside)
+    (known,) = [one for (device, _), one in outside._known.items() if device == carry.device]
+    assert not any(number.is_inference() for number in known._held.values())
+    outside.prepare(carry.device, carry.dtype)  # as another first use of the program does
+    assert known in outside._known.values(), "a graph may read it"
 
 
 def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a record, which is not compared to anything."""
-    held: list[torch.device] = []
-    outside = SimpleNamespace(hold_on=held.append, numbers=lambda *_: [], has_recipes=False)
+    held: list[Any] = []
+    outside = SimpleNamespace(prepare=lambda *given: held.append(given), numbers=lambda *_: [])
     program: Any = SimpleNamespace(
         printed=SimpleNamespace(text="", outside=outside),
         form=None,
@@ -111,29 +117,51 @@ def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ready.operators, "add_program", lambda *_, **__: 0)
     device = torch.device("cpu")
     assert ready.with_library(program, None, device, lambda *_: None) is program
-    assert held == [device]
+    assert held == [(device, torch.float32)]
 
 
-@pytest.mark.parametrize("name", [c.name for c in CASES if c.name != "AttentionDecoder"])
-def test_weights_of_published_cells_are_the_cells_own(
-    name: str, monkeypatch: pytest.MonkeyPatch
+class Derived(nn.Module):
+    """All of its weights and vectors are computed of others, as those of spiking cells are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(H, H)), nn.Parameter(torch.ones(H, 1))
+        self.decay, self.bias = nn.Parameter(torch.rand(())), nn.Parameter(torch.zeros(1))
+        self.register_buffer("ranks", torch.arange(H) % 2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        decay = self.decay.clamp(0, 1)
+        weight = self.weight * self.scale / self.weight.norm()
+        h = decay * h + torch.nn.functional.linear(torch.tanh(h), weight, self.bias.expand(H))
+        h = h + (1 - decay) * x * torch.sigmoid(self.decay + self.ranks)
+        return h.abs() * torch.tensor([0.5, 2.0]).repeat(H // 2), h
+
+
+@pytest.mark.parametrize("way", ["whole", "parts", "last state alone", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_that_are_computed(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then operators make them: short calls take a fraction of the time."""
-    case = next(case for case in CASES if case.name == name)
-    found: list[bool] = []
-    with_program = Call.with_program
+    torch.manual_seed(0)
+    cell, x, h = Derived().to(dtype), torch.randn(9, B, H, dtype=dtype), torch.randn(B, H).to(dtype)
+    cell.decay.requires_grad_(way != "frozen")
 
-    def noted(self: Call, program: Any, constants: Sequence[Tensor]) -> Call:
-        found.append(program.printed.outside.fit(constants))
-        return with_program(self, program, constants)
+    def run(cell: nn.Module, compile: str) -> list[Tensor]:
+        rnn = fusedrnn.Recurrent(cell, compile=compile, return_sequence=way != "parts")
+        trained = [p for p in cell.parameters() if p.requires_grad]
+        y, last = rnn(x.to(trained[0].dtype), h.to(trained[0].dtype))
+        loss = last.sum() if way == "last state alone" else y.square().sum()
+        return [y, last, *torch.autograd.grad(loss, trained)]
 
-    monkeypatch.setattr(Call, "with_program", noted)
-    cell = case.cell(H, B)
-    with interpreted():
-        rnn = fusedrnn.Recurrent(cell, compile="require")
-        rnn(case.inputs(T, B, H), start_of(cell, Size(T, B, H), "cpu"))
-    assert found
-    assert all(found)
+    if way == "parts":
+        monkeypatch.setattr(program_parts, "_LEAST_STEPS", 2)
+        monkeypatch.setattr(program_parts, "_LEAST_ROWS", 2)
+    exact = run(copy.deepcopy(cell).double(), "never")
+    for ours, eager, one in zip(run(cell, "require"), run(cell, "never"), exact, strict=True):
+        ours, eager, one = ours.detach(), eager.detach(), one.detach()
+        worst = float((eager.double() - one).abs().max())
+        limit = 2 * worst + 4 * torch.finfo(dtype).eps * (1 + float(one.abs().max()))
+        assert float((ours.double() - one).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("batch", [1, 3])

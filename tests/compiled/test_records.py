@@ -66,9 +66,10 @@ class Scaled(nn.Module):
         super().__init__()
         self.gru, self.scale = nn.GRUCell(H, H), scale
         self.shift = shift
+        self.gain = nn.Parameter(torch.zeros(H))
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        x = x + torch.tensor([self.shift], dtype=x.dtype)
+        x = x + torch.tensor([self.shift], dtype=x.dtype) * torch.exp(self.gain)
         return self.gru(x * torch.arange(1, H + 1, dtype=x.dtype), h) * self.scale
 
 
@@ -345,9 +346,14 @@ stored["printed"]["form"].pop()
 stored["printed"]["form"].append(0)
 stored["printed"].update(output_sequences=[7])
 stored["printed"].update(text="no C++")
-stored["printed"]["outside"]["weights"].pop()
-stored["printed"]["outside"]["weights"].reverse()
-stored["printed"]["outside"]["vectors"].pop()
+stored["printed"]["outside"].update(count=1)
+stored["printed"]["outside"].update(inputs=[5])
+stored["printed"]["outside"].update(constants=[])
+stored["printed"]["outside"]["recipes"].pop()
+stored["printed"]["outside"]["recipes"][1].pop()
+stored["printed"]["outside"]["recipes"][1].reverse()
+stored["printed"]["outside"]["recipes"][2].pop()
+stored["printed"]["outside"]["recipes"][2][0][0][0][0] = 99
 of_unknown_operations(stored)
 of_another_constant(stored)
 in_text(stored, "math::tanh(", "math::sigmoid(")
