@@ -56,6 +56,8 @@ class Outside:
         output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.computes = bool(output.args[0])
         """Whether there is more than the constants."""
+        self.has_derived = bool(constants)
+        """Whether that depends on constants, so that they get gradients by it."""
         self.tables = [one.table for one in inputs if isinstance(one, Table)]
         self.makes_inputs = bool(self.tables) or len(set(inputs)) < len(inputs)
         """Whether the program's inputs are others than the step's."""
@@ -79,8 +81,10 @@ class Outside:
         assert len(constants) == self._count, "a program is for steps with as many constants"
         if not self.computes:
             return list(constants)
-        self.prepare(like.device, like.dtype)
-        computation = self._known[like.device, like.dtype]
+        computation = self._known.get((like.device, like.dtype))
+        if computation is None:
+            self.prepare(like.device, like.dtype)
+            computation = self._known[like.device, like.dtype]
         return [*constants, *computation([constants[i] for i in self._constants])]
 
     def numbers(self, sequences: Any, states: Any) -> list[int]:
@@ -162,8 +166,11 @@ class _Computation:
                     self._run(step, self._held)
                 else:
                     self._steps.append(step)
+        self._fixed = [] if self._given else [self._held[node] for node in self._results]
 
     def __call__(self, constants: Sequence[Tensor]) -> list[Tensor]:
+        if not self._given:
+            return self._fixed
         values = dict(self._held)
         for node, constant in zip(self._given, constants, strict=True):
             values[node] = self._own(constant)
@@ -177,7 +184,7 @@ class _Computation:
     @staticmethod
     def _run(step: tuple[fx.Node, Any, Any, dict[str, Any]], values: dict[fx.Node, Any]) -> None:
         node, target, args, options = step
-        args, options = fx.map_arg((args, options), values.__getitem__)  # type: ignore[assignment]
+        args, options = fx.map_arg((args, options), values.__getitem__)
         values[node] = target(*args, **options)
 
 
@@ -188,7 +195,7 @@ def _target(node: fx.Node) -> Any:
 
 
 def _options(node: fx.Node, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    options = dict(node.kwargs)
+    options: dict[str, Any] = dict(node.kwargs)
     options.pop("pin_memory", None)
     if isinstance(options.get("dtype"), torch.dtype) and options["dtype"].is_floating_point:
         options["dtype"] = dtype

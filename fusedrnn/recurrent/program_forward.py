@@ -30,11 +30,13 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
     """
     keeps = 1 + call.saves_sums if for_backward and call.is_whole else 0
     drawn = seed.on(call.sequence.device) if call.draws else None
-    outside = call.program.printed.outside
-    if (steps := call.steps) and not call.counts[2] and not outside.computes:
+    outside, like = call.program.printed.outside, tensors[call.counts[0]]
+    if (steps := call.steps) and not call.counts[2]:
+        if outside.computes:
+            first = sum(call.counts)
+            tensors = [*tensors[:first], *outside.tensors(tensors[first:], like)]
         return _whole(call, steps, steps.forward(tensors, [], drawn, keeps))
     values = Values.of(call, tensors)
-    like = values.state[0]
     constants = outside.tensors(values.constants, like)
     if steps:
         given = [*values.inputs, *values.state, *constants]

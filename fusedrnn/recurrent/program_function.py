@@ -354,27 +354,28 @@ class _Weights:
 
     def __init__(self, call: Call, values: Values, needs: Sequence[bool]) -> None:
         outside = call.program.printed.outside
-        self.tensors: Sequence[Tensor] = values.constants
-        self.needs: Sequence[bool] = needs
         self._constants: Sequence[Tensor] = values.constants
-        self._computed: Sequence[Tensor] = []
-        if outside.computes:
+        self._has_derived = outside.has_derived
+        if outside.has_derived:
             given = zip(values.constants, needs, strict=True)
             self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
-            with torch.enable_grad():
-                every = outside.tensors(self._constants, values.state[0])
-            self._computed = every[len(values.constants) :]
-            self.tensors = [tensor.detach() for tensor in every]
-            self.needs = [tensor.requires_grad for tensor in every]
+        with torch.set_grad_enabled(outside.has_derived):
+            self._every = outside.tensors(self._constants, values.state[0])
+        self.tensors: Sequence[Tensor] = self._every
+        self.needs: Sequence[bool] = [*needs, *[False] * (len(self._every) - len(needs))]
+        if outside.has_derived:
+            self.tensors = [tensor.detach() for tensor in self._every]
+            self.needs = [tensor.requires_grad for tensor in self._every]
 
     def gradients(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Of constants, from those of all tensors."""
         count = len(self._constants)
-        own, of_computed = list(found[:count]), found[count:]
+        own = list(found[:count])
         places = [i for i, need in enumerate(self.needs[:count]) if need]
-        if not self._computed or not places:
+        if not self._has_derived or not places:
             return own
-        more = _through(self._computed, of_computed, [self._constants[i] for i in places])
+        leaves = [self._constants[i] for i in places]
+        more = _through(self._every[count:], found[count:], leaves)
         for i, gradient in zip(places, more, strict=True):
             before = own[i]
             if before is None or gradient is None:
