@@ -358,7 +358,7 @@ class _Weights:
         self._has_derived = outside.has_derived
         if outside.has_derived:
             given = zip(values.constants, needs, strict=True)
-            self._constants = [c.detach().requires_grad_() if need else c for c, need in given]
+            self._constants = [c.detach().requires_grad_(need) for c, need in given]
         with torch.set_grad_enabled(outside.has_derived):
             self._every = outside.tensors(self._constants, values.state[0])
         self.tensors: Sequence[Tensor] = self._every

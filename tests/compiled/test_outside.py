@@ -164,6 +164,28 @@ def test_weights_that_are_computed(
         assert float((ours.double() - one).abs().max()) <= limit
 
 
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(H, H), nn.Parameter(torch.rand(H))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        h = torch.tanh(self.linear(x) + h)
+        return (h, h * self.gain.sigmoid()), h
+
+
+@pytest.mark.parametrize("return_sequence", [True, False])
+def test_what_unused_results_alone_compute(return_sequence: bool) -> None:
+    """It has no gradient, not zeros, and hooks of the user's tensors do not see what is done."""
+    cell, seen = TwoOutputs(), list[Tensor]()
+    rnn = fusedrnn.Recurrent(cell, compile="require", return_sequence=return_sequence)
+    (y, _), _ = rnn(torch.randn(T, B, H), torch.zeros(B, H))
+    cell.gain.register_hook(lambda gradient: seen.append(gradient))
+    y.sum().backward()
+    assert cell.gain.grad is None and cell.linear.weight.grad is not None
+    assert all(gradient is None for gradient in seen)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_gradients_of_parts_over_many_steps(batch: int) -> None:
     """Steps add up in memory of their own, and all parts of a weight become one gradient."""
