@@ -108,6 +108,13 @@ class Trial:
         self.state = [self._state(leaf) for leaf in state]
         self.noise = _TrialNoise(self._dtype)
         outputs, last = take_steps(self)
+        if any(y.shape[1:2] != (batch,) for y in outputs) or any(
+            leaf.shape[:1] != (batch,) for leaf in last
+        ):
+            raise CannotCompile(
+                "a result depends on no input, state or weight, and torch.compile's graph makes "
+                "it for one batch alone"
+            )
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
         self.last = [leaf.reshape(batch, -1) for leaf in last]
         results = (*self.outputs, *self.last)

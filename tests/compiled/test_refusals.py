@@ -723,3 +723,15 @@ def test_tensors_that_are_no_plain_arrays(name: str, kind: str) -> None:
     assert f" {what}" in said
     if kind != "attribute":
         assert "held is " in said
+
+
+def test_a_result_of_nothing() -> None:
+    """torch.compile's graph does not know that it has the rows of the batch."""
+
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            made = torch.full((x.shape[0], H), 0.5, dtype=torch.float64)
+            return made, made.clone()
+
+    reason = refused(Nothing(), torch.randn(5, 3, H).double(), torch.zeros(3, H).double())
+    assert "depends on no input" in reason
