@@ -112,8 +112,8 @@ class Trial:
             leaf.shape[:1] != (batch,) for leaf in last
         ):
             raise CannotCompile(
-                "a result depends on no input, state or weight, and torch.compile's graph makes "
-                "it for one batch alone"
+                "a result has the rows of the batch that was traced, also in a batch of another "
+                "size"
             )
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
         self.last = [leaf.reshape(batch, -1) for leaf in last]

@@ -89,9 +89,8 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
     outside, constants = asked[-1]
     meta = [constant.to("meta") for constant in constants]
     carry = torch.empty(B, H, device="meta")
-    if outside.computes:
-        with pytest.raises(AssertionError), OnlyOn("meta"):
-            make(outside)
+    with pytest.raises(AssertionError), OnlyOn("meta"):
+        make(outside)
     with torch.inference_mode():
         outside.prepare(carry.device, carry.dtype)
     with OnlyOn("meta"):
@@ -160,8 +159,11 @@ def test_weights_that_are_computed(
     for ours, eager, one in zip(run(cell, "require"), run(cell, "never"), exact, strict=True):
         ours, eager, one = ours.detach(), eager.detach(), one.detach()
         worst = float((eager.double() - one).abs().max())
-        limit = 2 * worst + 4 * torch.finfo(dtype).eps * (1 + float(one.abs().max()))
-        assert float((ours.double() - one).abs().max()) <= limit
+        # The gradient of a number may be right to the last bit by luck; in float64 all are.
+        last_bit = torch.finfo(dtype).eps * float(one.abs().max())
+        bits = 8 if dtype == torch.float64 else 1
+        found = float((ours.double() - one).abs().max())
+        assert found <= 2 * worst + bits * last_bit, (found / last_bit, worst / last_bit)
 
 
 class TwoOutputs(nn.Module):
