@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -327,6 +329,15 @@ PYBIND11_MODULE(_helpers, m) {
           "look", &fusedrnn::ModuleGuard::look, py::arg("module"),
           "0, plus 1 if a class of a module or of those inside of it has changed, plus 2 if one of "
           "them has a hook.");
+  m.def(
+      "variable",
+      [](const char* name) {
+        const char* value = std::getenv(name);
+        return std::string(value == nullptr ? "" : value);
+      },
+      py::arg("name"),
+      "A variable of the environment, which os.environ takes longer to find; \"\" if there is "
+      "none.");
   m.def("call_interruptibly", &call_interruptibly, py::arg("function"),
         "Calls function(*arguments, **keywords), and raises what a signal's handler has raised "
         "meanwhile.");

@@ -6,40 +6,55 @@
 #include <utility>
 #include <vector>
 
-#include "step_constants.h"
-#include "tensors.h"
+#include "program_arguments.h"
 
 namespace fusedrnn {
 
-// Weights and vectors of one call.
-class MadeOfConstants {
+// Weights and vectors of one call: mostly places in the constants, which must live as long.
+class MadeOfConstants : public Constants {
  public:
+  // like: another tensor of the call.
   MadeOfConstants(const program::Program& program, const StepConstants& known, ScalarType dtype,
-                  const Tensor* constants, size_t count)
-      : dtype_(dtype) {
+                  const Tensor& like, const Tensor* constants, size_t count)
+      : dtype_(dtype), like_(like) {
+    constants_.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       const Tensor& constant = constants[i];
       constants_.push_back(constant.scalar_type() == dtype ? constant
                                                            : torch::stable::to(constant, dtype));
     }
-    std::vector<int64_t> terms_of(known.weights.size());
-    for (const program::Product& p : program.products) terms_of[size_t(p.weight)] = p.terms;
-    for (size_t i = 0; i < terms_of.size(); ++i) {
-      weights.push_back(weight(known.weights[i][0], terms_of[i]));
+    weights.resize(known.weights.size());
+    for (const program::Product& p : program.products) {
+      Matrix<const void>& made = weights[size_t(p.weight)];
+      if (made.data == nullptr) made = weight(known.weights[size_t(p.weight)][0], p.terms);
     }
+    vectors.reserve(known.vectors.size());
     for (const Terms& terms : known.vectors) vectors.push_back(vector(terms));
   }
 
-  std::vector<Tensor> weights, vectors;
-
  private:
+  // Some numbers of a tensor, as a matrix.
+  struct Place {
+    Tensor of;
+    int64_t first, rows, columns, row_stride, column_stride;
+
+    Matrix<const void> matrix() const {
+      const char* data = static_cast<const char*>(of.const_data_ptr());
+      return {data + first * int64_t(of.element_size()), rows, columns, row_stride, column_stride};
+    }
+    Tensor tensor() const { return view(of, {rows, columns}, {row_stride, column_stride}, first); }
+  };
+
   const Tensor& constant(const Side& side) const {
     FUSEDRNN_CHECK(side.constant < int64_t(constants_.size()), "there is no constant ",
                    side.constant);
-    return constants_[size_t(side.constant)];
+    const Tensor& found = constants_[size_t(side.constant)];
+    FUSEDRNN_CHECK(found.device() == like_.device(),
+                   "constants must be on the device of the other tensors");
+    return found;
   }
-  // (terms, columns), of the constant itself.
-  Tensor rows(const Side& side, int64_t terms) const {
+  // (terms, columns).
+  Place rows(const Side& side, int64_t terms) const {
     const Tensor& own = constant(side);
     const int64_t stack = side.member >= 0 ? 1 : 0;  // dimensions before those of the matrix
     const int64_t row = stack + (side.is_transposed ? 1 : 0), column = 2 * stack + 1 - row;
@@ -47,59 +62,75 @@ class MadeOfConstants {
                        own.size(row) - terms >= side.first &&
                        (stack == 0 || side.member < own.size(0)),
                    "a weight cannot be made of ", shape_text(own.sizes()));
-    if (stack == 0 && row == 0 && own.size(0) == terms) return own;
     const int64_t stride = own.stride(row);
     const int64_t begin = stack == 0 ? 0 : side.member * own.stride(0);
-    return view(own, {terms, side.columns}, {stride, own.stride(column)},
-                begin + side.first * stride);
+    return {own, begin + side.first * stride, terms, side.columns, stride, own.stride(column)};
   }
-  Tensor weight(const std::vector<Side>& sides, int64_t terms) const {
-    if (sides.size() == 1) return rows(sides[0], terms);
+  Matrix<const void> weight(const std::vector<Side>& sides, int64_t terms) {
+    if (sides.size() == 1) return rows(sides[0], terms).matrix();
     // Side by side in the way in which torch's linear layers have their weights.
     int64_t columns = 0;
     for (const Side& side : sides) columns += side.columns;
-    const Tensor whole = allocate(constant(sides[0]), {columns, terms}, dtype_, "a weight");
+    const Tensor whole = allocate(like_, {columns, terms}, dtype_, "a weight");
     int64_t place = 0;
     for (const Side& side : sides) {
       Tensor part = view(whole, {terms, side.columns}, {1, terms}, place * terms);
-      torch::stable::copy_(part, rows(side, terms));
+      torch::stable::copy_(part, rows(side, terms).tensor());
       place += side.columns;
     }
-    return view(whole, {terms, columns}, {1, terms});
+    made_.push_back(whole);
+    return Place{whole, 0, terms, columns, 1, terms}.matrix();
   }
-  Tensor numbers(const Side& side) const {
+  // (1, columns).
+  Place numbers(const Side& side) {
     const Tensor& all = constant(side);
     FUSEDRNN_CHECK(all.numel() - side.columns >= side.first, "a vector cannot be made of ",
                    shape_text(all.sizes()));
-    const Tensor own = all.dim() == 1 ? all : torch::stable::reshape(all, {all.numel()});
-    if (own.size(0) == side.columns) return own;
-    return view(own, {side.columns}, {own.stride(0)}, side.first * own.stride(0));
+    if (all.dim() == 1) {
+      return {all, side.first * all.stride(0), 1, side.columns, side.columns, all.stride(0)};
+    }
+    if (all.is_contiguous()) return {all, side.first, 1, side.columns, side.columns, 1};
+    made_.push_back(torch::stable::contiguous(all));
+    return {made_.back(), side.first, 1, side.columns, side.columns, 1};
   }
-  Tensor term(const std::vector<Side>& sides) const {
-    if (sides.size() == 1 && sides[0].constant != Side::kZeros) return numbers(sides[0]);
-    int64_t width = 0, place = 0;
-    for (const Side& side : sides) width += side.columns;
-    FUSEDRNN_CHECK(!constants_.empty(), "there are no constants");
-    const Tensor whole = allocate(constants_[0], {width}, dtype_, "a vector", /*zeros=*/true);
-    for (const Side& side : sides) {
-      if (side.constant != Side::kZeros) {
-        Tensor part = view(whole, {side.columns}, {1}, place);
-        torch::stable::copy_(part, numbers(side));
+  Matrix<const void> vector(const Terms& terms) {
+    const Side& first = terms[0][0];
+    if (terms.size() == 1 && terms[0].size() == 1 && first.constant != Side::kZeros) {
+      return numbers(first).matrix();
+    }
+    int64_t width = 0;
+    for (const Side& side : terms[0]) width += side.columns;
+    Tensor total = allocate(like_, {1, width}, dtype_, "a vector", /*zeros=*/true);
+    for (const std::vector<Side>& sides : terms) {
+      int64_t place = 0;
+      for (const Side& side : sides) {
+        if (side.constant != Side::kZeros) add(total, place, numbers(side));
+        place += side.columns;
       }
-      place += side.columns;
     }
-    return whole;
+    made_.push_back(total);
+    return Place{total, 0, 1, width, width, 1}.matrix();
   }
-  Tensor vector(const Terms& terms) const {
-    Tensor total = term(terms[0]);
-    for (size_t i = 1; i < terms.size(); ++i) {
-      total = torch::stable::subtract(total, term(terms[i]), -1);
+  // total[place...] += numbers
+  void add(const Tensor& total, int64_t place, const Place& numbers) const {
+    if (!total.is_cpu()) {
+      Tensor part = view(total, {1, numbers.columns}, {numbers.columns, 1}, place);
+      torch::stable::copy_(part, torch::stable::subtract(part, numbers.tensor(), -1));
+      return;
     }
-    return total;
+    dispatch_dtype("a program", dtype_, [&](auto element) {
+      using T = decltype(element);
+      const auto* from = static_cast<const T*>(numbers.matrix().data);
+      T* to = static_cast<T*>(total.mutable_data_ptr()) + place;
+      for (int64_t i = 0; i < numbers.columns; ++i) {
+        to[i] = narrow<T>(widen(to[i]) + widen(from[i * numbers.column_stride]));
+      }
+    });
   }
 
   const ScalarType dtype_;
-  std::vector<Tensor> constants_;
+  const Tensor& like_;
+  std::vector<Tensor> constants_, made_;
 };
 
 // Memory for gradients of weights and vectors, and those of constants that come of them.
@@ -138,10 +169,9 @@ class GradientsOfConstants {
         weights.push_back(none);
         continue;
       }
-      const Tensor& weight = made.weights[i];
-      const int64_t terms = weight.size(0), columns = weight.size(1);
+      const int64_t terms = made.weights[i].rows, columns = made.weights[i].columns;
       // As a weight of torch's linear layers lies.
-      weights.push_back(view(allocate(weight, {columns, terms}, dtype, "a gradient of a weight"),
+      weights.push_back(view(allocate(none, {columns, terms}, dtype, "a gradient of a weight"),
                              {terms, columns}, {1, terms}));
     }
     std::vector<bool> needed;
@@ -150,8 +180,7 @@ class GradientsOfConstants {
     for (size_t i = 0; i < count; ++i) make_whole(i, dtype);
     for (size_t i = 0; i < made.vectors.size(); ++i) {
       if (!needed[i] || vectors[i].get() != none.get()) continue;
-      const Tensor& vector = made.vectors[i];
-      vectors[i] = allocate(vector, {vector.size(0)}, dtype, "a gradient of a vector");
+      vectors[i] = allocate(none, {made.vectors[i].columns}, dtype, "a gradient of a vector");
     }
   }
 

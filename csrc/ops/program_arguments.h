@@ -18,13 +18,17 @@ namespace fusedrnn {
 
 using Tensors = std::vector<Tensor>;
 
+// Weights, (terms, columns) each, and vectors, (1, width) each, in the type of their program.
+struct Constants {
+  std::vector<Matrix<const void>> weights, vectors;
+};
+
 // What forward and backward of a program have in common.
 struct ProgramCall {
   int64_t program;
-  const Tensors& inputs;    // (T, B, width) each
-  const Tensors& carries;   // (B, width) each
-  const Tensors& weights;   // (terms, columns) each
-  const Tensors& vectors;   // (width) each
+  const Tensors& inputs;   // (T, B, width) each
+  const Tensors& carries;  // (B, width) each
+  const Constants& constants;
   const Tensors& reset_to;  // of each carry: (B, width) or (1, width), (T, B, width), or empty
   const std::vector<int64_t>& reset_kinds;  // of each carry, as program::ResetKind
   const MaybeTensor& lengths;               // (B) on the CPU
@@ -60,8 +64,6 @@ class ProgramArguments {
       if (!carry.is_in_sequence()) kept_widths_.push_back(carry.width);
     }
     check_all("carries", call.carries, widths, {batch_});
-    check_all("vectors", call.vectors, program_.vectors, {});
-    check_weights("weights", call.weights, known_.dtype, false);
     check_resets();
     check_masks();
     for (const program::Array& array : program_.arrays) columns.push_back(array.columns);
@@ -81,6 +83,19 @@ class ProgramArguments {
   int64_t seq_len() const { return seq_len_; }
   int64_t batch() const { return batch_; }
 
+  // Weights and vectors that are tensors of their own.
+  Constants checked(const Tensors& weights, const Tensors& vectors) const {
+    check_all("vectors", vectors, program_.vectors, {});
+    check_weights("weights", weights, known_.dtype, false);
+    Constants found;
+    for (const Tensor& w : weights) {
+      found.weights.push_back({w.const_data_ptr(), w.size(0), w.size(1), w.stride(0), w.stride(1)});
+    }
+    for (const Tensor& v : vectors) {
+      found.vectors.push_back({v.const_data_ptr(), 1, v.size(0), v.size(0), v.stride(0)});
+    }
+    return found;
+  }
   // The carries after the sequence.
   void check_last(const Tensors& last) const {
     check_count("last", last.size(), program_.carries.size());
@@ -143,15 +158,21 @@ class ProgramArguments {
     c.seq_len = seq_len_;
     c.batch = batch_;
     c.chunk = chunk_;
+    c.inputs.reserve(call_.inputs.size());
     for (const Tensor& x : call_.inputs) c.inputs.push_back(sequence<T>(x));
+    c.carries.reserve(carries_.size());
     for (const Tensor& carry : carries_) c.carries.push_back(data<T>(carry));
-    for (const Tensor& w : call_.weights) {
-      c.weights.push_back(
-          Matrix<const T>::strided(data<T>(w), w.size(0), w.size(1), w.stride(0), w.stride(1)));
+    c.weights.reserve(call_.constants.weights.size());
+    for (const Matrix<const void>& w : call_.constants.weights) {
+      c.weights.push_back(Matrix<const T>::strided(static_cast<const T*>(w.data), w.rows, w.columns,
+                                                   w.row_stride, w.column_stride));
     }
-    for (const Tensor& v : call_.vectors) {
-      c.vectors.push_back({data<T>(v), 1, v.size(0), v.size(0), v.stride(0)});
+    c.vectors.reserve(call_.constants.vectors.size());
+    for (const Matrix<const void>& v : call_.constants.vectors) {
+      c.vectors.push_back(
+          {static_cast<const T*>(v.data), 1, v.columns, v.columns, v.column_stride});
     }
+    c.reset_to.reserve(carries_.size());
     for (size_t j = 0; j < carries_.size(); ++j) c.reset_to.push_back(reset_value<T>(j));
     c.seed = call_.seed ? data<int64_t>(*call_.seed) : nullptr;
     c.stream = call_.stream;
@@ -161,7 +182,9 @@ class ProgramArguments {
     c.rows_at = call_.lengths ? rows_at_.data() : nullptr;
     c.full_steps = full_steps_;
     c.ends_at = ends_at_;
+    c.sequences.reserve(call_.sequences.size());
     for (const Tensor& s : call_.sequences) c.sequences.push_back(kept_memory<T>(s));
+    c.kept.reserve(program_.carries.size());
     size_t kept = 0;
     for (const program::Carry& carry : program_.carries) {
       const bool has_none = carry.is_in_sequence() || call_.kept.empty();

@@ -23,10 +23,12 @@ struct StepCall {
       : known(Programs::all().at(given.program)), step(known.step_constants()),
         first_state(size_t(given.first_state)),
         first_constant(first_state + known.program.carries.size()), seq_len(given.seq_len),
-        batch(rows_of(given.tensors)),
-        none(allocate(given.tensors[first_state], {0}, known.dtype, "")),
-        made(known.program, step, known.dtype, given.tensors.data() + first_constant,
+        batch(rows_of(given.tensors)), like(given.tensors[first_state]),
+        made(known.program, step, known.dtype, like, given.tensors.data() + first_constant,
              given.tensors.size() - first_constant) {
+    places_of_inputs.reserve(step.inputs.size());
+    inputs.reserve(step.inputs.size());
+    carries.reserve(first_constant - first_state);
     for (const int64_t place : step.inputs) {
       FUSEDRNN_CHECK(place < given.first_state, "the program reads input ", place,
                      ", and there are ", given.first_state);
@@ -45,7 +47,7 @@ struct StepCall {
     for (size_t j = 0; j < given.reset_kinds.size(); ++j) {
       const bool is_none = given.reset_to.empty() || ProgramArguments::is_none(given.reset_to[j]);
       if (is_none) {
-        reset_to.push_back(none);
+        reset_to.push_back(none());
         continue;
       }
       const Tensor& to = given.reset_to[j];
@@ -54,6 +56,9 @@ struct StepCall {
       reset_to.push_back(is_steps ? flat(to, {seq_len, batch}) : flat(to, {to.size(0)}));
     }
   }
+
+  // Stands for what is not there, or not wanted.
+  Tensor none() const { return allocate(like, {0}, known.dtype, ""); }
 
   // A tensor of (*leading, ...) as (*leading, width), in the program's type.
   Tensor flat(const Tensor& tensor, std::vector<int64_t> leading) const {
@@ -76,15 +81,18 @@ struct StepCall {
                    const std::vector<std::vector<int64_t>>& shapes, ScalarType dtype,
                    const char* what, bool zeros = false) const {
     Tensors found;
+    found.reserve(shapes.size());
+    std::vector<int64_t> whole = leading;
     for (const std::vector<int64_t>& shape : shapes) {
-      std::vector<int64_t> whole = leading;
+      whole.resize(leading.size());
       whole.insert(whole.end(), shape.begin(), shape.end());
-      found.push_back(allocate(none, whole, dtype, what, zeros));
+      found.push_back(allocate(like, whole, dtype, what, zeros));
     }
     return found;
   }
   Tensors flat_ones(const Tensors& tensors, const std::vector<int64_t>& leading) const {
     Tensors found;
+    found.reserve(tensors.size());
     for (const Tensor& tensor : tensors) found.push_back(flat(tensor, leading));
     return found;
   }
@@ -102,7 +110,7 @@ struct StepCall {
   const StepConstants& step;
   const size_t first_state, first_constant;
   const int64_t seq_len, batch;
-  const Tensor none;  // stands for what is not there, or not wanted
+  const Tensor& like;  // a tensor of the call
   MadeOfConstants made;
   std::vector<size_t> places_of_inputs;
   Tensors inputs, carries, reset_to;
@@ -144,21 +152,23 @@ Tensors program_call_operator(int64_t program, Tensors tensors, int64_t first_st
     for (const program::Carry& carry : p.carries) {
       if (carry.is_in_sequence()) continue;
       const std::vector<int64_t> shape{(seq_len + steps - 1) / steps, batch, carry.width};
-      kept.push_back(allocate(call.none, shape, call.sum_dtype(), "states before chunks"));
+      kept.push_back(allocate(call.like, shape, call.sum_dtype(), "states before chunks"));
     }
   }
   if (keeps == int64_t(Keeps::Sums)) {
     for (const program::Array& array : p.arrays) {
       const std::vector<int64_t> shape{seq_len * batch, array.columns};
-      saved.push_back(allocate(call.none, shape, call.sum_dtype(), "sums of products"));
+      saved.push_back(allocate(call.like, shape, call.sum_dtype(), "sums of products"));
     }
   }
-  run_program_forward<Platform>(
-      {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-       reset_kinds, lengths, reset, seed, stream, first_step, reverse, chunk,
-       call.flat_ones(sequences, {seq_len, batch}), kept, saved},
-      call.flat_ones(last, {batch}));
+  const Tensors flat_sequences = call.flat_ones(sequences, {seq_len, batch});
+  ProgramArguments args(
+      {program, call.inputs, call.carries, call.made, call.reset_to, reset_kinds, lengths, reset,
+       seed, stream, first_step, reverse, chunk, flat_sequences, kept, saved},
+      /*is_backward=*/false);
+  run_program_forward<Platform>(args, call.flat_ones(last, {batch}));
   Tensors results = sequences;
+  results.reserve(sequences.size() + last.size() + kept.size() + saved.size());
   for (const Tensors* more : std::initializer_list<const Tensors*>{&last, &kept, &saved}) {
     results.insert(results.end(), more->begin(), more->end());
   }
@@ -179,6 +189,7 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   const StepCall call({program, tensors, first_state, seq_len, reset_to, reset_kinds});
   const program::Program& p = call.known.program;
   const int64_t batch = call.batch;
+  const Tensor none = call.none();
   const size_t sequences = p.sequences.size(), states = p.carries.size();
   const size_t carries = call.kept_carries();
   FUSEDRNN_CHECK(
@@ -191,7 +202,7 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
                  tensors.size() + reset_to.size(), " needs, got ", needs.size());
   const auto need = [&](size_t i) { return needs[i]; };
   const auto flat_or_none = [&](const Tensor& gradient, const std::vector<int64_t>& leading) {
-    return ProgramArguments::is_none(gradient) ? call.none : call.flat(gradient, leading);
+    return ProgramArguments::is_none(gradient) ? none : call.flat(gradient, leading);
   };
   Tensors of_sequences, of_last, of_inputs, of_carries;
   for (size_t i = 0; i < sequences; ++i) {
@@ -202,42 +213,42 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   }
   for (size_t i = 0; i < p.inputs.size(); ++i) {
     const bool is_needed = need(call.places_of_inputs[i]);
-    of_inputs.push_back(is_needed ? allocate(call.none, {seq_len, batch, p.inputs[i]},
-                                             call.known.dtype, "a gradient of an input")
-                                  : call.none);
+    of_inputs.push_back(is_needed ? allocate(none, {seq_len, batch, p.inputs[i]}, call.known.dtype,
+                                             "a gradient of an input")
+                                  : none);
   }
   for (size_t j = 0; j < states; ++j) {
-    of_carries.push_back(need(call.first_state + j)
-                             ? allocate(call.none, {batch, p.carries[j].width}, call.known.dtype,
-                                        "a gradient of a state")
-                             : call.none);
+    of_carries.push_back(
+        need(call.first_state + j)
+            ? allocate(none, {batch, p.carries[j].width}, call.known.dtype, "a gradient of a state")
+            : none);
   }
   const Tensor* constants = tensors.data() + call.first_constant;
   const size_t count = tensors.size() - call.first_constant;
   const GradientsOfConstants of_constants(
       call.step, call.made, constants, count,
-      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), is_part,
-      call.none);
-  Tensors of_resets(states, call.none);
+      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), is_part, none);
+  Tensors of_resets(states, none);
   for (size_t j = 0; j < reset_to.size(); ++j) {
     if (!need(tensors.size() + j)) continue;
     const bool is_steps = reset_kinds[j] == int64_t(program::ResetKind::Steps);
     const int64_t width = p.carries[j].width;
     of_resets[j] =
-        is_steps
-            ? allocate(call.none, {seq_len, batch, width}, call.known.dtype, "a gradient of states")
-            : allocate(call.none, {batch, width}, call.sum_dtype(), "a gradient of a state");
+        is_steps ? allocate(none, {seq_len, batch, width}, call.known.dtype, "a gradient of states")
+                 : allocate(none, {batch, width}, call.sum_dtype(), "a gradient of a state");
   }
   const auto part = [&](size_t first, size_t size) {
     return Tensors(kept.begin() + int64_t(first), kept.begin() + int64_t(first + size));
   };
-  run_program_backward<Platform>(
-      {program, call.inputs, call.carries, call.made.weights, call.made.vectors, call.reset_to,
-       reset_kinds, lengths, reset, seed, stream, first_step, reverse, chunk,
-       call.flat_ones(part(0, sequences), {seq_len, batch}), part(sequences, carries),
-       part(sequences + carries, kept.size() - sequences - carries)},
-      {of_sequences, of_last, of_inputs, of_carries, of_constants.weights, of_constants.vectors,
-       of_resets});
+  const Tensors flat_sequences = call.flat_ones(part(0, sequences), {seq_len, batch});
+  const Tensors carries_kept = part(sequences, carries);
+  const Tensors saved = part(sequences + carries, kept.size() - sequences - carries);
+  ProgramArguments args(
+      {program, call.inputs, call.carries, call.made, call.reset_to, reset_kinds, lengths, reset,
+       seed, stream, first_step, reverse, chunk, flat_sequences, carries_kept, saved},
+      /*is_backward=*/true);
+  run_program_backward<Platform>(args, {of_sequences, of_last, of_inputs, of_carries,
+                                        of_constants.weights, of_constants.vectors, of_resets});
 
   // As the step has them.
   const auto like = [&](const Tensor& gradient, const Tensor& tensor) {
@@ -245,7 +256,7 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
     return own.scalar_type() == tensor.scalar_type() ? own
                                                      : torch::stable::to(own, tensor.scalar_type());
   };
-  Tensors results(needs.size(), call.none);
+  Tensors results(needs.size(), none);
   for (size_t i = 0; i < of_inputs.size(); ++i) {
     if (ProgramArguments::is_none(of_inputs[i])) continue;
     const size_t place = call.places_of_inputs[i];

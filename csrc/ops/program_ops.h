@@ -13,8 +13,7 @@ namespace fusedrnn {
 // Takes the steps of a call.
 // last: memory for the carries after them.
 template <class Platform>
-void run_program_forward(const ProgramCall& call, const Tensors& last) {
-  ProgramArguments args(call, /*is_backward=*/false);
+void run_program_forward(ProgramArguments& args, const Tensors& last) {
   args.check_last(last);
   if (args.batch() == 0) return;
   Platform platform(args.like(), Tuning::of(0));
@@ -24,6 +23,7 @@ void run_program_forward(const ProgramCall& call, const Tensors& last) {
     using Backend = BackendOf<Platform, T>;
     const program::Call<T> c = args.call<T>();
     std::vector<T*> ends;
+    ends.reserve(last.size());
     for (const Tensor& l : last) ends.push_back(pointer<T>(l));
     const Tensor workspace = allocate(args.like(), {program::forward_workspace_bytes<Backend>(c)},
                                       ScalarType::Byte, "the workspace");
@@ -41,10 +41,12 @@ void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, 
                               MaybeTensor lengths, MaybeTensor reset, MaybeTensor seed,
                               int64_t stream, int64_t first_step, bool reverse, int64_t chunk,
                               Tensors sequences, Tensors last, Tensors kept, Tensors saved) {
-  run_program_forward<Platform>(
-      {program, inputs, carries, weights, vectors, reset_to, reset_kinds, lengths, reset, seed,
-       stream, first_step, reverse, chunk, sequences, kept, saved},
-      last);
+  Constants constants;
+  ProgramArguments args({program, inputs, carries, constants, reset_to, reset_kinds, lengths, reset,
+                         seed, stream, first_step, reverse, chunk, sequences, kept, saved},
+                        /*is_backward=*/false);
+  constants = args.checked(weights, vectors);
+  run_program_forward<Platform>(args, last);
 }
 
 // Zeroes gradients that no row gives anything to.
@@ -54,8 +56,7 @@ inline void zero_all(const Tensors& tensors) {
 
 // Computes gradients of a call.
 template <class Platform>
-void run_program_backward(const ProgramCall& call, const ProgramGradients& given) {
-  ProgramArguments args(call, /*is_backward=*/true);
+void run_program_backward(ProgramArguments& args, const ProgramGradients& given) {
   args.check_gradients(given);
   if (args.batch() == 0) {
     zero_all(given.weights);
@@ -89,11 +90,13 @@ void program_backward_operator(int64_t program, Tensors inputs, Tensors carries,
                                Tensors grad_sequences, Tensors grad_last, Tensors grad_inputs,
                                Tensors grad_carries, Tensors grad_weights, Tensors grad_vectors,
                                Tensors grad_reset_to) {
-  run_program_backward<Platform>(
-      {program, inputs, carries, weights, vectors, reset_to, reset_kinds, lengths, reset, seed,
-       stream, first_step, reverse, chunk, sequences, kept, saved},
-      {grad_sequences, grad_last, grad_inputs, grad_carries, grad_weights, grad_vectors,
-       grad_reset_to});
+  Constants constants;
+  ProgramArguments args({program, inputs, carries, constants, reset_to, reset_kinds, lengths, reset,
+                         seed, stream, first_step, reverse, chunk, sequences, kept, saved},
+                        /*is_backward=*/true);
+  constants = args.checked(weights, vectors);
+  run_program_backward<Platform>(args, {grad_sequences, grad_last, grad_inputs, grad_carries,
+                                        grad_weights, grad_vectors, grad_reset_to});
 }
 
 // Counts the workspace of a program before there are tensors.  As WorkspaceCount in

@@ -49,6 +49,7 @@ class Forward : Pass<Backend> {
  private:
   // Says where everything is that is in the same place in all chunks.
   void place(const Buffers& buffers) {
+    is_direct_.reserve(values_.size());
     for (size_t v = 0; v < values_.size(); ++v) {
       is_direct_.push_back(Buffers::is_elsewhere(call_, v) && !program_.values[v].is_in_sequence());
       if (buffers.values[v] == nullptr) continue;

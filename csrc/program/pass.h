@@ -116,6 +116,8 @@ class Pass {
     backend_.use_scratch(buffers.scratch, buffers.needs);
     backend_.expect(call_.seq_len, call_.batch);
     operand_copy_ = buffers.operand;
+    weights_.reserve(call_.weights.size());
+    vectors_.reserve(call_.vectors.size());
     for (size_t w = 0; w < call_.weights.size(); ++w) {
       const Matrix<const T>& weight = call_.weights[w];
       if (Space::weight_is_ready(weight)) {

@@ -83,6 +83,9 @@ struct Workspace {
         : is_backward(is_backward), operand{}, needs(needs), scratch{} {
       const int64_t rows = this->needs.rows = times(call.chunk, call.batch);
       scratch[0] = arena.take<char>(Backend::scratch_bytes(this->needs));
+      weights.reserve(call.weights.size());
+      vectors.reserve(call.vectors.size());
+      inputs.reserve(call.inputs.size());
       for (size_t w = 0; w < call.weights.size(); ++w) {
         const Matrix<const T>& weight = call.weights[w];
         const bool is_copied = !weight_is_ready(weight) && !is_read_as_panels(call, w, is_backward);
@@ -145,6 +148,10 @@ struct Workspace {
       const Program& p = *call.program;
       const int64_t of_chunk = times(call.chunk, call.batch);
       const auto rows = [&](bool all) { return all ? of_chunk : call.batch; };
+      arrays.reserve(p.arrays.size());
+      values.reserve(p.values.size());
+      carries.reserve(p.carries.size());
+      carries_after.reserve(p.carries.size());
       for (size_t a = 0; a < p.arrays.size(); ++a) {
         const bool is_ready = call.is_saved() && !call.has_lengths();
         const bool all = call.flow->arrays[a].is_of_chunk || call.is_saved();

@@ -210,8 +210,9 @@ class Recurrent(nn.Module):
             TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
                 the message names the tensor and the step. What a cell itself raises is passed on.
         """
-        if self._usual.are_of(self.cell) and lengths is reset is reset_to is length is None:
-            made, state = self._usual.run(self, input, state, generator)
+        cell = self._modules["cell"]  # the same as self.cell, which torch.nn searches for
+        if self._usual.are_of(cell) and lengths is reset is reset_to is length is None:
+            made, state = self._usual.run(self, cell, input, state, generator)
             if made is not None:
                 return made
         call = self._call(input, state, lengths, reset, reset_to, generator, length)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.utils._device import DeviceContext
 
+from .. import _helpers as helpers
 from .. import _library
 from .sequence_call import SequenceCall
 from .unusual import PLAIN, unusual
@@ -16,15 +16,16 @@ from .unusual import PLAIN, unusual
 
 def obstacle_around(device: torch.device) -> str:
     """Why no call takes a program, by what surrounds it; or nothing."""
-    allowed = os.environ.get("FUSEDRNN_COMPILE") or "1"
+    allowed = helpers.variable("FUSEDRNN_COMPILE") or "1"
     if allowed != "1":
         if allowed != "0":
             raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
         return "FUSEDRNN_COMPILE=0 says so"
-    if torch.is_autocast_enabled(device.type):
+    kind = device.type
+    if torch.is_autocast_enabled(kind):
         return "autocast is on"
-    if device.type != "cpu":
-        if device.type != "cuda":
+    if kind != "cpu":
+        if kind != "cuda":
             return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {device}"
         if _library.cuda is None:
             return _library.cuda_obstacle or "the CUDA kernels are not loaded"

@@ -52,12 +52,11 @@ class UsualCalls:
         states[_key_of_state(*_form(one.user.state(call.state)))] = kind, one.memory.compiling
 
     def run(
-        self, module: Any, input: Any, state: Any, generator: torch.Generator | None
+        self, module: Any, cell: Any, input: Any, state: Any, generator: torch.Generator | None
     ) -> tuple[tuple[Any, Any] | None, Any]:
         """Output and state, if a call like it has been checked, else nothing; and the state before,
         which the cell may have been asked for.
         """
-        cell = module.cell
         try:
             inputs, form = _form(input)
             known = self._known.get(_key_of_input(module, inputs, form))
