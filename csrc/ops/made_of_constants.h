@@ -134,18 +134,22 @@ class MadeOfConstants : public Constants {
 };
 
 // Memory for gradients of weights and vectors, and those of constants that come of them.
-class GradientsOfConstants {
+class GradientsOfConstants : public ConstantGradients {
  public:
   // needs: whether a constant gets a gradient, by its number.
   // dtype: in which gradients are added up.
   // is_sum: whether they stay in it, to be added to others.
   // none: stands for no gradient.
+  // zeros: whether no row gives them anything.
   template <class Needs>
   GradientsOfConstants(const StepConstants& known, const MadeOfConstants& made,
                        const Tensor* constants, size_t count, const Needs& needs, ScalarType dtype,
-                       bool is_sum, const Tensor& none)
-      : constants_(constants), is_sum_(is_sum), none_(none), uses_(count), wholes_(count) {
-    const size_t weight_count = made.weights.size();
+                       bool is_sum, const Tensor& none, bool zeros)
+      : constants_(constants), dtype_(dtype), is_sum_(is_sum), zeros_(zeros), none_(none),
+        uses_(count), wholes_(count), of_weights_(made.weights.size(), none),
+        of_vectors_(made.vectors.size(), Memory{none, 0}) {
+    weights.resize(made.weights.size());
+    vectors.resize(made.vectors.size());
     // Whether a weight or a vector needs a gradient.
     const auto note = [&](size_t made_of, bool is_weight) {
       const Terms& terms = (is_weight ? known.weights : known.vectors)[made_of];
@@ -164,28 +168,22 @@ class GradientsOfConstants {
       }
       return is_needed;
     };
-    for (size_t i = 0; i < weight_count; ++i) {
-      if (!note(i, true)) {
-        weights.push_back(none);
-        continue;
-      }
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!note(i, true)) continue;
       const int64_t terms = made.weights[i].rows, columns = made.weights[i].columns;
       // As a weight of torch's linear layers lies.
-      weights.push_back(view(allocate(none, {columns, terms}, dtype, "a gradient of a weight"),
-                             {terms, columns}, {1, terms}));
+      of_weights_[i] = memory({columns, terms}, "a gradient of a weight");
+      weights[i] = {of_weights_[i].mutable_data_ptr(), terms, columns, 1, terms};
     }
-    std::vector<bool> needed;
-    for (size_t i = 0; i < made.vectors.size(); ++i) needed.push_back(note(i, false));
-    vectors.assign(made.vectors.size(), none);
-    for (size_t i = 0; i < count; ++i) make_whole(i, dtype);
-    for (size_t i = 0; i < made.vectors.size(); ++i) {
-      if (!needed[i] || vectors[i].get() != none.get()) continue;
-      vectors[i] = allocate(none, {made.vectors[i].columns}, dtype, "a gradient of a vector");
+    std::vector<bool> needed(vectors.size());
+    for (size_t i = 0; i < vectors.size(); ++i) needed[i] = note(i, false);
+    for (size_t i = 0; i < count; ++i) make_whole(i);
+    for (size_t i = 0; i < vectors.size(); ++i) {
+      if (!needed[i] || vectors[i] != nullptr) continue;
+      of_vectors_[i] = {memory({made.vectors[i].columns}, "a gradient of a vector"), 0};
+      vectors[i] = of_vectors_[i].data();
     }
   }
-
-  // Memory that the program writes.
-  std::vector<Tensor> weights, vectors;
 
   // The gradient of a constant; `none` if it has no part in the program.
   Tensor of(size_t i) const {
@@ -208,9 +206,22 @@ class GradientsOfConstants {
     bool is_all;     // whether the weight or vector consists of it alone
   };
 
+  // Numbers of a tensor from one on.
+  struct Memory {
+    Tensor of;
+    int64_t first;
+
+    void* data() const {
+      return static_cast<char*>(of.mutable_data_ptr()) + first * int64_t(of.element_size());
+    }
+  };
+  Tensor memory(const std::vector<int64_t>& shape, const char* what) const {
+    return allocate(none_, shape, dtype_, what, zeros_);
+  }
+
   // A constant that vectors are parts of, as gains of several gates are, gets its gradient in one
   // piece.
-  void make_whole(size_t i, ScalarType dtype) {
+  void make_whole(size_t i) {
     const std::vector<Use>& uses = uses_[i];
     if (uses.size() < 2) return;
     std::vector<std::pair<int64_t, int64_t>> parts;
@@ -225,9 +236,10 @@ class GradientsOfConstants {
       end += columns;
     }
     if (end != constants_[i].numel()) return;
-    wholes_[i] = allocate(constants_[i], {end}, dtype, "a gradient of a constant");
+    wholes_[i] = memory({end}, "a gradient of a constant");
     for (const Use& use : uses) {
-      vectors[use.made_of] = view(*wholes_[i], {use.side.columns}, {1}, use.side.first);
+      of_vectors_[use.made_of] = {*wholes_[i], use.side.first};
+      vectors[use.made_of] = of_vectors_[use.made_of].data();
     }
   }
 
@@ -239,11 +251,16 @@ class GradientsOfConstants {
   // A use's part of the gradient, which lies as the constant does: (rows or numbers, columns).
   Tensor part(const Use& use) const {
     const Side& side = use.side;
-    if (!use.is_weight) return view(vectors[use.made_of], {side.columns}, {1}, use.place);
-    const Tensor& gradient = weights[use.made_of];
-    const int64_t terms = gradient.size(0), first = use.place * terms;
-    if (side.is_transposed) return view(gradient, {side.columns, terms}, {terms, 1}, first);
-    return view(gradient, {terms, side.columns}, {1, terms}, first);
+    if (!use.is_weight) {
+      const Memory& own = of_vectors_[use.made_of];
+      const bool is_all = own.of.numel() == side.columns;
+      return is_all ? own.of : view(own.of, {side.columns}, {1}, own.first + use.place);
+    }
+    const Tensor& gradient = of_weights_[use.made_of];  // (columns, terms)
+    const int64_t terms = gradient.size(1), first = use.place * terms;
+    if (!side.is_transposed) return view(gradient, {terms, side.columns}, {1, terms}, first);
+    const bool is_all = gradient.size(0) == side.columns;
+    return is_all ? gradient : view(gradient, {side.columns, terms}, {terms, 1}, first);
   }
   Tensor sum(size_t i) const {
     const std::vector<Use>& uses = uses_[i];
@@ -258,8 +275,7 @@ class GradientsOfConstants {
       }
     }
     std::vector<int64_t> shape(constant.sizes().begin(), constant.sizes().end());
-    const ScalarType dtype = part(uses[0]).scalar_type();
-    Tensor total = allocate(constant, shape, dtype, "a gradient of a constant", true);
+    Tensor total = allocate(none_, shape, dtype_, "a gradient of a constant", true);
     Tensor flat = view(total, {total.numel()}, {1});  // as vectors read it
     struct Part {
       int64_t member, dim, first, end;
@@ -285,10 +301,13 @@ class GradientsOfConstants {
   }
 
   const Tensor* constants_;
-  const bool is_sum_;
+  const ScalarType dtype_;
+  const bool is_sum_, zeros_;
   const Tensor none_;
   std::vector<std::vector<Use>> uses_;
   std::vector<std::optional<Tensor>> wholes_;
+  std::vector<Tensor> of_weights_;
+  std::vector<Memory> of_vectors_;
 };
 
 }  // namespace fusedrnn

@@ -42,10 +42,19 @@ struct ProgramCall {
   const Tensors& saved;      // (T * B, columns) of each array, or an empty list
 };
 
+// Memory for gradients of weights, (terms, columns) each, and of vectors, in the type in which
+// these are added up; null where none is wanted.
+struct ConstantGradients {
+  std::vector<Matrix<void>> weights;
+  std::vector<void*> vectors;
+};
+
 // The gradients of results, and memory for those of arguments.  An empty tensor stands for none.
 struct ProgramGradients {
   const Tensors &sequences, &last;
-  const Tensors &inputs, &carries, &weights, &vectors, &reset_to;
+  const Tensors &inputs, &carries;
+  const ConstantGradients& constants;
+  const Tensors& reset_to;
 };
 
 class ProgramArguments {
@@ -96,6 +105,21 @@ class ProgramArguments {
     }
     return found;
   }
+  // Memory for their gradients, the same.
+  ConstantGradients checked_gradients(const Tensors& weights, const Tensors& vectors) const {
+    check_wanted("grad_vectors", vectors, program_.vectors, {}, true, sum_dtype());
+    check_weights("grad_weights", weights, sum_dtype(), true);
+    ConstantGradients found;
+    for (const Tensor& w : weights) {
+      found.weights.push_back(is_none(w) ? Matrix<void>{}
+                                         : Matrix<void>{w.mutable_data_ptr(), w.size(0), w.size(1),
+                                                        w.stride(0), w.stride(1)});
+    }
+    for (const Tensor& v : vectors) {
+      found.vectors.push_back(is_none(v) ? nullptr : v.mutable_data_ptr());
+    }
+    return found;
+  }
   // The carries after the sequence.
   void check_last(const Tensors& last) const {
     check_count("last", last.size(), program_.carries.size());
@@ -109,8 +133,6 @@ class ProgramArguments {
     const Shape whole{seq_len_, batch_};
     check_wanted("grad_sequences", g.sequences, program_.sequences, whole, false, known_.dtype);
     check_wanted("grad_inputs", g.inputs, program_.inputs, whole, true, known_.dtype);
-    check_wanted("grad_vectors", g.vectors, program_.vectors, {}, true, sum_dtype());
-    check_weights("grad_weights", g.weights, sum_dtype(), true);
     std::vector<int64_t> widths;
     for (const program::Carry& carry : program_.carries) widths.push_back(carry.width);
     check_wanted("grad_last", g.last, widths, {batch_}, false, known_.dtype);
@@ -199,21 +221,31 @@ class ProgramArguments {
   program::Gradients<T> gradients(const ProgramGradients& g, Tensors& dense) const {
     using A = Acc<T>;
     program::Gradients<T> d{};
+    d.sequences.reserve(g.sequences.size());
     for (const Tensor& s : g.sequences) {
       d.sequences.push_back(is_none(s) ? Sequence<const T>{} : sequence<T>(s));
     }
+    d.last.reserve(g.last.size());
+    dense.reserve(g.last.size());
     for (const Tensor& l : g.last) {
       dense.push_back(Arguments::dense(l));
       d.last.push_back(is_none(l) ? nullptr : data<T>(dense.back()));
     }
+    d.inputs.reserve(g.inputs.size());
     for (const Tensor& x : g.inputs) d.inputs.push_back(wanted<T>(x));
+    d.carries.reserve(g.carries.size());
     for (const Tensor& c : g.carries) d.carries.push_back(wanted<T>(c));
-    for (const Tensor& w : g.weights) {
-      d.weights.push_back(is_none(w) ? Matrix<A>{}
-                                     : Matrix<A>::strided(pointer<A>(w), w.size(0), w.size(1),
-                                                          w.stride(0), w.stride(1)));
+    d.reset_rows.reserve(g.reset_to.size());
+    d.reset_steps.reserve(g.reset_to.size());
+    d.weights.reserve(g.constants.weights.size());
+    for (const Matrix<void>& w : g.constants.weights) {
+      d.weights.push_back(w.data == nullptr
+                              ? Matrix<A>{}
+                              : Matrix<A>::strided(static_cast<A*>(w.data), w.rows, w.columns,
+                                                   w.row_stride, w.column_stride));
     }
-    for (const Tensor& v : g.vectors) d.vectors.push_back(wanted<A>(v));
+    d.vectors.reserve(g.constants.vectors.size());
+    for (void* v : g.constants.vectors) d.vectors.push_back(static_cast<A*>(v));
     for (size_t j = 0; j < g.reset_to.size(); ++j) {
       const bool is_steps = kind_of(j) == program::ResetKind::Steps;
       d.reset_rows.push_back(is_steps ? nullptr : wanted<A>(g.reset_to[j]));

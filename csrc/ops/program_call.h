@@ -227,7 +227,8 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
   const size_t count = tensors.size() - call.first_constant;
   const GradientsOfConstants of_constants(
       call.step, call.made, constants, count,
-      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), is_part, none);
+      [&](size_t i) { return need(call.first_constant + i); }, call.sum_dtype(), is_part, none,
+      /*zeros=*/batch == 0);
   Tensors of_resets(states, none);
   for (size_t j = 0; j < reset_to.size(); ++j) {
     if (!need(tensors.size() + j)) continue;
@@ -247,8 +248,8 @@ Tensors program_call_backward_operator(int64_t program, Tensors tensors, int64_t
       {program, call.inputs, call.carries, call.made, call.reset_to, reset_kinds, lengths, reset,
        seed, stream, first_step, reverse, chunk, flat_sequences, carries_kept, saved},
       /*is_backward=*/true);
-  run_program_backward<Platform>(args, {of_sequences, of_last, of_inputs, of_carries,
-                                        of_constants.weights, of_constants.vectors, of_resets});
+  run_program_backward<Platform>(
+      args, {of_sequences, of_last, of_inputs, of_carries, of_constants, of_resets});
 
   // As the step has them.
   const auto like = [&](const Tensor& gradient, const Tensor& tensor) {

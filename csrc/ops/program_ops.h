@@ -49,19 +49,11 @@ void program_forward_operator(int64_t program, Tensors inputs, Tensors carries, 
   run_program_forward<Platform>(args, last);
 }
 
-// Zeroes gradients that no row gives anything to.
-inline void zero_all(const Tensors& tensors) {
-  for (Tensor tensor : tensors) torch::stable::zero_(tensor);
-}
-
-// Computes gradients of a call.
+// Computes gradients of a call; those of weights and vectors only if there are rows.
 template <class Platform>
 void run_program_backward(ProgramArguments& args, const ProgramGradients& given) {
   args.check_gradients(given);
-  if (args.batch() == 0) {
-    zero_all(given.weights);
-    return zero_all(given.vectors);
-  }
+  if (args.batch() == 0) return;
   Platform platform(args.like(), Tuning::of(0));
   args.place(platform);
   dispatch_dtype("a program", args.known().dtype, [&](auto element) {
@@ -95,8 +87,13 @@ void program_backward_operator(int64_t program, Tensors inputs, Tensors carries,
                          seed, stream, first_step, reverse, chunk, sequences, kept, saved},
                         /*is_backward=*/true);
   constants = args.checked(weights, vectors);
-  run_program_backward<Platform>(args, {grad_sequences, grad_last, grad_inputs, grad_carries,
-                                        grad_weights, grad_vectors, grad_reset_to});
+  const ConstantGradients of_constants = args.checked_gradients(grad_weights, grad_vectors);
+  run_program_backward<Platform>(
+      args, {grad_sequences, grad_last, grad_inputs, grad_carries, of_constants, grad_reset_to});
+  if (args.batch() > 0) return;
+  for (const Tensors* gradients : {&grad_weights, &grad_vectors}) {
+    for (Tensor gradient : *gradients) torch::stable::zero_(gradient);
+  }
 }
 
 // Counts the workspace of a program before there are tensors.  As WorkspaceCount in

@@ -202,6 +202,9 @@ struct Workspace {
       take_values(call, arena);
       take_carries(call, arena);
       const int64_t rows = times(call.chunk, call.batch);
+      input_gradients.reserve(call.inputs.size());
+      sequence_gradients.reserve(gradients.sequences.size());
+      vector_gradients.reserve(call.program->stages.size());
       const auto vector_numbers = [&](const Stage& stage, const StageInput& input) {
         return times(vector_rows(stage, call.chunk, call.batch, rows), input.columns(stage.width));
       };
@@ -217,6 +220,7 @@ struct Workspace {
       }
       for (const Stage& stage : call.program->stages) {
         std::vector<O*>& of_stage = vector_gradients.emplace_back();
+        of_stage.reserve(stage.inputs.size());
         for (const StageInput& input : stage.inputs) {
           const bool is_needed = input.operand.source == Source::Vector &&
                                  gradients.vectors[size_t(input.operand.index)] != nullptr;
@@ -250,6 +254,8 @@ struct Workspace {
    private:
     void take_arrays(const Call<T>& call, Arena& arena) {
       const int64_t rows = times(call.chunk, call.batch);
+      arrays.reserve(call.program->arrays.size());
+      array_gradients.reserve(call.program->arrays.size());
       for (size_t a = 0; a < call.program->arrays.size(); ++a) {
         const int64_t count = times(rows, call.program->arrays[a].columns);
         arrays.push_back(call.is_saved() ? nullptr : arena.take<A>(count));
@@ -264,6 +270,8 @@ struct Workspace {
     }
     void take_values(const Call<T>& call, Arena& arena) {
       const int64_t rows = times(call.chunk, call.batch);
+      values.reserve(call.program->values.size());
+      value_gradients.reserve(call.program->values.size());
       for (size_t v = 0; v < call.program->values.size(); ++v) {
         const Value& value = call.program->values[v];
         const Flow::OfValue& flow = call.flow->values[v];
@@ -276,6 +284,10 @@ struct Workspace {
     }
     void take_carries(const Call<T>& call, Arena& arena) {
       const int64_t rows = times(call.chunk, call.batch);
+      for (auto* places : {&carries_after, &carry_gradients, &carry_gradients_before}) {
+        places->reserve(call.program->carries.size());
+      }
+      carries.reserve(call.program->carries.size());
       for (size_t j = 0; j < call.program->carries.size(); ++j) {
         const Carry& carry = call.program->carries[j];
         const int64_t of_step = times(call.batch, carry.width);
