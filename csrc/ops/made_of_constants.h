@@ -74,12 +74,30 @@ class MadeOfConstants : public Constants {
     const Tensor whole = allocate(like_, {columns, terms}, dtype_, "a weight");
     int64_t place = 0;
     for (const Side& side : sides) {
-      Tensor part = view(whole, {terms, side.columns}, {1, terms}, place * terms);
-      torch::stable::copy_(part, rows(side, terms).tensor());
+      copy(whole, place * terms, rows(side, terms));
       place += side.columns;
     }
     made_.push_back(whole);
     return Place{whole, 0, terms, columns, 1, terms}.matrix();
+  }
+  // Column by column.
+  void copy(const Tensor& whole, int64_t first, const Place& part) const {
+    constexpr int64_t kFew = 1 << 14;  // are copied before torch has begun
+    if (!whole.is_cpu() || part.rows * part.columns > kFew) {
+      Tensor to = view(whole, {part.rows, part.columns}, {1, part.rows}, first);
+      torch::stable::copy_(to, part.tensor());
+      return;
+    }
+    dispatch_dtype("a program", dtype_, [&](auto element) {
+      using T = decltype(element);
+      const auto* from = static_cast<const T*>(part.matrix().data);
+      T* to = static_cast<T*>(whole.mutable_data_ptr()) + first;
+      for (int64_t c = 0; c < part.columns; ++c) {
+        for (int64_t r = 0; r < part.rows; ++r) {
+          *to++ = from[r * part.row_stride + c * part.column_stride];
+        }
+      }
+    });
   }
   // (1, columns).
   Place numbers(const Side& side) {

@@ -76,7 +76,7 @@ class Seed:
     """The seed of all layers of a call, drawn when the first of their numbers is."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
-        if not isinstance(generator, torch.Generator | None):
+        if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
                 f"fusedrnn: generator must be a torch.Generator, got {kind_of(generator)}"
             )
@@ -100,7 +100,7 @@ class Seed:
     def on(self, device: torch.device) -> Tensor:
         if self._drawn is None:
             self._drawn = _seeds.draw(self.generator, device)
-        return self._drawn.to(device)
+        return self._drawn if self._drawn.device == device else self._drawn.to(device)
 
     def draw_again(self) -> None:
         assert self._drawn is not None
