@@ -23,7 +23,8 @@ class ModuleGuard {
     Versions now;
     now.reserve(versions_.size());
     const bool has_hook = walk(module.ptr(), now);
-    const bool is_known = std::none_of(now.begin(), now.end(), [](auto& v) { return v.second == 0; });
+    const bool is_known =
+        std::none_of(now.begin(), now.end(), [](auto& v) { return v.second == 0; });
     return (is_known && now == versions_ ? 0 : kChanged) + (has_hook ? kHook : 0);
   }
 
@@ -43,13 +44,11 @@ class ModuleGuard {
       }
       const py::object own = py::reinterpret_steal<py::object>(attributes_of(seen[i]));
       if (!own) throw py::error_already_set();
-      static const char* const kHooks[] = {"_forward_hooks", "_forward_pre_hooks",
-                                           "_backward_hooks", "_backward_pre_hooks"};
-      for (const char* name : kHooks) {
-        PyObject* hooks = PyDict_GetItemString(own.ptr(), name);
+      for (PyObject* kind : names().hooks) {
+        PyObject* hooks = PyDict_GetItem(own.ptr(), kind);
         has_hook |= hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) > 0;
       }
-      PyObject* modules = PyDict_GetItemString(own.ptr(), "_modules");
+      PyObject* modules = PyDict_GetItem(own.ptr(), names().modules);
       if (modules == nullptr || !PyDict_Check(modules)) continue;
       Py_ssize_t place = 0;
       PyObject *name, *inner;
@@ -59,6 +58,19 @@ class ModuleGuard {
       }
     }
     return has_hook;
+  }
+
+  // What attributes are called, as texts of Python that are made once.
+  struct Names {
+    PyObject* hooks[4];
+    PyObject* modules;
+  };
+  static const Names& names() {
+    const auto text = [](const char* name) { return PyUnicode_InternFromString(name); };
+    static const Names made{{text("_forward_hooks"), text("_forward_pre_hooks"),
+                             text("_backward_hooks"), text("_backward_pre_hooks")},
+                            text("_modules")};
+    return made;
   }
 
   static PyObject* attributes_of(PyObject* object) {

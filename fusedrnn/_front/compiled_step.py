@@ -42,6 +42,9 @@ class Call(Protocol):
     made: list[Tensor] | None
     """What ``run`` has returned."""
 
+    def put_in_order(self, order: Sequence[int]) -> None:
+        """Takes the tensors of its input in another order from now on."""
+
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         """The results in the order of the graph's, of what torch.compile gives to it."""
 
@@ -182,6 +185,8 @@ class CompiledStep:
             if call.made is None:
                 if not graph.is_known:
                     graph.know(args, call.inputs_seen, call.states_seen)
+                elif order := graph.order_of(args, call.inputs_seen, call.states_seen):
+                    call.put_in_order(order)
                 call.made = call.run(graph, args)
             return call.made
 

@@ -120,6 +120,8 @@ class StepGraph:
             for i, (role, _) in enumerate(roles)
             if role in ("input", "state") and isinstance(self._values[i].shape[0], torch.SymInt)
         }
+        self._input_at = [(i, place) for i, (role, place) in enumerate(roles) if role == "input"]
+        self._state_at = [(i, place) for i, (role, place) in enumerate(roles) if role == "state"]
         self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
         self.has_tensors_alone = not floats and all(self._is_rows)
         """Whether steps get nothing else that may change from call to call."""
@@ -127,6 +129,31 @@ class StepGraph:
         self._is_on_cpu = states[0].device.type == "cpu"
         self._roles, self._values = roles, []  # which hold all that torch.compile knew
         self.is_known = True
+
+    def order_of(
+        self, args: Sequence[Any], inputs: Leaves, states: Leaves
+    ) -> Sequence[int] | None:
+        """Which tensor of a call's input each of the graph's is, where these are not the same.
+
+        What the guards do not ask for may be otherwise than in the first call: the order of a
+        dict's keys, and keys that the step does not read.
+
+        Raises:
+            Refusal: Tensors of the state are in another order.
+        """
+        if any([args[i] is not states[place] for i, place in self._state_at]):
+            raise Refusal("the tensors of the state are in another order than before")
+        count = len(inputs)
+        if all([place < count and args[i] is inputs[place] for i, place in self._input_at]):
+            return None
+        number = {id(leaf): j for j, leaf in enumerate(inputs)}
+        read = {place: number[id(args[i])] for i, place in self._input_at}
+        others = [j for j in range(count) if j not in read.values()]
+        order = [
+            read[place] if place in read else others.pop(0) if others else 0
+            for place in range(1 + max(read))
+        ]
+        return order + others
 
     @property
     def names(self) -> list[str]:

@@ -21,7 +21,7 @@ from .program_call import Call
 from .program_function import run_program
 from .program_parts import Part, parts_of
 from .programs import CHANGING, MOST_NUMBERS, ForNow, made_or_reason, program_of
-from .sequence_call import SequenceCall
+from .sequence_call import Names, SequenceCall
 from .trees import Leaves, flatten
 
 if TYPE_CHECKING:
@@ -428,6 +428,15 @@ class _Running:
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
 
+    def put_in_order(self, order: Sequence[int]) -> None:
+        """Takes tensor ``order[i]`` of the input as number i from now on."""
+        call, whole, count = self.call, self.user.input, len(self.call.inputs)
+        names = Names(call.names.state, _in_order(call.names.input, order))
+        self.call = call._replace(inputs=_in_order(call.inputs, order), names=names)
+        self.inputs_seen = _in_order(self.inputs_seen, order)
+        back = [order.index(j) for j in range(count)]
+        self.user = self.user._replace(input=lambda leaves: whole(_in_order(leaves, back)))
+
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         if self._is_inference:
             with torch.inference_mode():
@@ -509,6 +518,9 @@ class _Running:
 class _Again(_Running):
     """A call like one that has run."""
 
+    _order: Sequence[int] | None = None
+    """Of the input's tensors, if it is not theirs."""
+
     def __init__(
         self,
         kind: Kind,
@@ -524,6 +536,9 @@ class _Again(_Running):
         self.has_run, self.made = False, None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
 
+    def put_in_order(self, order: Sequence[int]) -> None:
+        self._order = order
+
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         kind, generator, prepared = self._kind, self._generator, self._kind.prepared
         if graph.has_tensors_alone and prepared is not None and prepared.graph is graph:
@@ -531,11 +546,15 @@ class _Again(_Running):
         else:
             call = kind.call.with_values(self._inputs, self._state, (), Seed(generator))
             first = _Running(kind.user, call, kind.options, self._step, kind.seen, False)
+            if self._order is not None:
+                first.put_in_order(self._order)
             prepared, given = first.prepared(graph, args)
             kind.prepared, constants = prepared, given.constants
         is_needed = prepared.draws or generator is not None
         seed = Seed(generator) if is_needed else kind.call.seed
-        tensors = [*self._inputs, *self._state, *constants]
+        order = self._order
+        inputs = self._inputs if order is None else _in_order(self._inputs, order)
+        tensors = [*inputs, *self._state, *constants]
         return graph.results(*run_program(prepared, seed, tensors))
 
 
@@ -586,6 +605,10 @@ class _Steps:
 
 
 _steps = _Steps()
+
+
+def _in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+    return tuple([leaves[i] for i in order])
 
 
 def _wrapper(user: User) -> Any:

@@ -91,6 +91,8 @@ def _form(tree: Any) -> tuple[Leaves, Any]:
         return (tree,), 1
     if type(tree) is tuple and all([type(leaf) is Tensor for leaf in tree]):
         return tree, len(tree) + 2
+    if type(tree) is dict and all([type(leaf) is Tensor for leaf in tree.values()]):
+        return tuple(tree.values()), tuple(tree)
     return flatten(tree, "input")
 
 

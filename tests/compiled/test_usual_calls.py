@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -122,6 +124,53 @@ def test_inference_training_and_neither(ways: list[bool]) -> None:
         if y.requires_grad:
             y.sum().backward()
     assert sum(ways) >= 6
+
+
+class Parts(Cell):
+    """Inputs and states are dicts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width + H, H, dtype=torch.float64)
+
+    def forward(self, x: dict[str, Tensor], state: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        h = super().forward(x["features"], state["h"])
+        return h, {"h": h * x["gain"], "before": state["h"] - state["before"]}
+
+
+@pytest.mark.parametrize("width", [3, H], ids=["other shapes", "one shape"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["dict", "OrderedDict"])
+def test_dicts_of_any_order(width: int, ordered: bool, ways: list[bool]) -> None:
+    """The guards of torch.compile do not ask for the order of an input's keys, nor for more keys."""
+    kind: Any = OrderedDict if ordered else dict
+    cell = Parts(width)
+    rnn = fusedrnn.Recurrent(cell, compile="require")
+    plain = fusedrnn.Recurrent(cell, compile="never")
+    features = torch.randn(5, 2, width, dtype=torch.float64, requires_grad=True)
+    gain = torch.rand(5, 2, H, dtype=torch.float64, requires_grad=True)
+    more = torch.rand(5, 2, 1)
+    h, before = torch.randn(2, 2, H, dtype=torch.float64)
+    inputs = [
+        kind(features=features, gain=gain),
+        kind(gain=gain, features=features),
+        kind(more=more, gain=gain, features=features),
+        kind(features=features, more=more, gain=gain),
+    ]
+    states = [{"h": h, "before": before}, {"before": before, "h": h}]
+
+    def found(module: Any, x: Any, state: Any) -> Any:
+        output, last = module(x, state)
+        assert list(last) == list(state)
+        loss = output.square().sum() + sum(leaf.sum() for leaf in last.values())
+        weights = [features, gain, *cell.parameters()]
+        return output, dict(last), torch.autograd.grad(loss, weights)
+
+    for x, state in itertools.product(inputs * 2, states):
+        torch.testing.assert_close(found(rnn, x, state), found(plain, x, state))
+    with torch.no_grad():
+        for x, state in itertools.product(inputs * 2, states):
+            torch.testing.assert_close(rnn(x, state)[0], plain(x, state)[0])
+    assert sum(ways) >= 8
 
 
 class PlainAndTransposed(nn.Module):
