@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import itertools
-import re
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,10 +11,9 @@ from torch import Tensor, fx
 
 from .._compile.lines import in_brackets, last_line
 from ..recurrent.trees import Leaves
+from .graph_text import text_of
 from .reasons import as_users_write
 from .wrapped import OUTPUT, STATE, result
-
-_unique = itertools.count()
 
 
 class Given(NamedTuple):
@@ -68,7 +63,7 @@ class StepGraph:
         floats = {user: places[i] for i in self._float_at for user in places[i].users}
         self.module = _pure(module, floats, [sources[one] for one in wanted])
         """From all inputs to new states and outputs."""
-        self.text, self.is_text_whole = _text_of(self.module)
+        self.text, self.is_text_whole = text_of(self.module)
         """What it does, in words that no other graph of this process has; and whether they say all
         of it in each process."""
         _forget_origin(self.module)
@@ -130,9 +125,7 @@ class StepGraph:
         self._roles, self._values = roles, []  # which hold all that torch.compile knew
         self.is_known = True
 
-    def order_of(
-        self, args: Sequence[Any], inputs: Leaves, states: Leaves
-    ) -> Sequence[int] | None:
+    def order_of(self, args: Sequence[Any], inputs: Leaves, states: Leaves) -> Sequence[int] | None:
         """Which tensor of a call's input each of the graph's is, where these are not the same.
 
         What the guards do not ask for may be otherwise than in the first call: the order of a
@@ -311,9 +304,6 @@ _METHODS = {
     torch.float16: "half",
     torch.bfloat16: "bfloat16",
 }
-_MOST_NUMBERS = 1000
-"""Of a tensor in the graph that are in its text one by one."""
-_ADDRESS = re.compile(r"\bat 0x")
 
 
 def _name_of(place: fx.Node) -> str:
@@ -322,51 +312,3 @@ def _name_of(place: fx.Node) -> str:
     name = getattr(source, "name", None)
     name = name() if callable(name) else name
     return as_users_write(name) if isinstance(name, str) else place.name
-
-
-def _text_of(module: fx.GraphModule) -> tuple[str, bool]:
-    """What a graph does, and whether that is all of it."""
-    lines, is_whole = list[str](), True
-    for name, part in module.named_modules():
-        if not isinstance(part, fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            target = node.target
-            if callable(target):
-                is_whole &= _is_known(target)
-                own = getattr(target, "__qualname__", None) or target
-                target = f"{getattr(target, '__module__', '')}.{own}"
-            lines.append(f"{name} {node.op} {node.name} {target} {node.args} {node.kwargs}")
-            value = node.meta.get("example_value") if node.op == "placeholder" else None
-            if isinstance(value, Tensor):
-                lines.append(f"{value.dtype} {tuple(value.shape)} {value.requires_grad}")
-            if node.op not in ("get_attr", "call_module"):
-                continue
-            held = getattr(part, node.target, None)
-            if isinstance(held, Tensor):
-                lines.append(f"{held.dtype} {tuple(held.shape)} {_numbers_of(held)}")
-            else:
-                is_whole &= isinstance(held, fx.GraphModule)
-    text = "\n".join(lines)
-    is_whole &= not _ADDRESS.search(text)
-    return text if is_whole else f"{text}\n{next(_unique)}", is_whole
-
-
-_OF_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-
-
-def _is_known(function: Any) -> bool:
-    """Whether a function's name says what it does: it is torch's or Python's, not the user's."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return str(function).partition(".")[0] in ("aten", "prims", "prim")
-    owner = getattr(function, "__module__", None)
-    if owner is None:  # of torch's functions in C++
-        return isinstance(function, _OF_C)
-    return str(owner).partition(".")[0] in ("torch", "builtins", "_operator", "math")
-
-
-def _numbers_of(tensor: Tensor) -> str:
-    if tensor.numel() <= _MOST_NUMBERS:
-        return str(tensor.tolist())
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

@@ -141,7 +141,7 @@ class Parts(Cell):
 @pytest.mark.parametrize("width", [3, H], ids=["other shapes", "one shape"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["dict", "OrderedDict"])
 def test_dicts_of_any_order(width: int, ordered: bool, ways: list[bool]) -> None:
-    """The guards of torch.compile do not ask for the order of an input's keys, nor for more keys."""
+    """Guards of torch.compile do not ask for the order of an input's keys, nor for more keys."""
     kind: Any = OrderedDict if ordered else dict
     cell = Parts(width)
     rnn = fusedrnn.Recurrent(cell, compile="require")
