@@ -3,7 +3,8 @@
 ``python -m bench.any_cell_calls --out bench/results``: processor time of calls of one step and of
 four, for one row of width 64 in float32, on one thread: without gradients, as an agent acts, and
 with backward. A call has hardly anything to compute, so this is what it costs besides. Loops take
-steps from views of the input and put no outputs together.
+steps from views of the input and put no outputs together. Beside cells of torch.nn stand the layers
+that torch has of these.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
@@ -26,7 +28,13 @@ LENGTHS, WIDTH = (1, 4), 64
 LIMITS = {1: 1.5, 4: 1.0}  # of the loop's time
 CALLS, ROUNDS, BUDGET_S = 20, 60, 4.0
 WAYS = ("no gradients", "training")
-OURS, LOOP = "Recurrent", "loop"
+OURS, LOOP, TORCH = "Recurrent", "loop", "torch.nn"
+LAYERS: dict[str, type[nn.RNNBase]] = {
+    "RNNCell": nn.RNN,
+    "GRUCell": nn.GRU,
+    "LSTMCell": nn.LSTM,
+}
+"""Of cells of torch.nn, by their names."""
 
 
 def run(run: Run) -> Report:
@@ -58,10 +66,15 @@ def run(run: Run) -> Report:
         [cell, *(f"{r[c]['ratio']:.2f} ({r[c]['us']:.0f} us)" for c in columns)]
         for cell, r in results.items()
     ]
+    layers = [
+        [f"torch.nn.{LAYERS[cell].__name__}", *(f"{r[c][TORCH]:.2f}" for c in columns)]
+        for cell, r in results.items()
+        if cell in LAYERS
+    ]
     title = f"Processor time of a call / of a loop over the cell, B=1 width={WIDTH}, 1 thread"
-    return Report(
-        "any_cell_calls", {"cells": results}, [Table(title, ["cell", *columns], rows)], targets
-    )
+    tables = [Table(title, ["cell", *columns], rows)]
+    tables.append(Table("The same of torch's own layers", ["layer", *columns], layers))
+    return Report("any_cell_calls", {"cells": results}, tables, targets)
 
 
 def _is_compiled(case: Case) -> bool:
@@ -82,7 +95,8 @@ def _measured(case: Case, steps: int, way: str, rounds: int) -> dict[str, float]
     times = interleaved_ms(calls, rounds=rounds, budget_s=BUDGET_S, timer=_processor_ms)
     found = ratio(times[OURS], times[LOOP])
     us = {name: 1000 * min(all_ms) / CALLS for name, all_ms in times.items()}
-    return {
+    layer = {TORCH: ratio(times[TORCH], times[LOOP]).median} if TORCH in times else {}
+    return layer | {
         "ratio": found.median,
         "least": found.least,
         "most": found.most,
@@ -117,6 +131,10 @@ def _calls(case: Case, steps: int, is_training: bool) -> dict[str, Callable[[], 
         return made
 
     forwards: dict[str, Callable[[], Any]] = {LOOP: loop, OURS: lambda: rnn(inputs, state)[0]}
+    if case.name in LAYERS:
+        layer = LAYERS[case.name](WIDTH, WIDTH)
+        start = pytree.tree_map(lambda leaf: leaf[None], state)
+        forwards[TORCH] = lambda: layer(inputs, start)[0]
     return {name: _call(forward, is_training) for name, forward in forwards.items()}
 
 

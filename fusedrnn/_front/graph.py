@@ -115,8 +115,8 @@ class StepGraph:
             for i, (role, _) in enumerate(roles)
             if role in ("input", "state") and isinstance(self._values[i].shape[0], torch.SymInt)
         }
-        self._input_at = [(i, place) for i, (role, place) in enumerate(roles) if role == "input"]
-        self._state_at = [(i, place) for i, (role, place) in enumerate(roles) if role == "state"]
+        self._input_at = [(i, number) for i, (role, number) in enumerate(roles) if role == "input"]
+        self._state_at = [(i, number) for i, (role, number) in enumerate(roles) if role == "state"]
         self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
         self.has_tensors_alone = not floats and all(self._is_rows)
         """Whether steps get nothing else that may change from call to call."""
@@ -134,19 +134,25 @@ class StepGraph:
         Raises:
             Refusal: Tensors of the state are in another order.
         """
-        if any([args[i] is not states[place] for i, place in self._state_at]):
+        if any([args[i] is not states[number] for i, number in self._state_at]):
             raise Refusal("the tensors of the state are in another order than before")
         count = len(inputs)
-        if all([place < count and args[i] is inputs[place] for i, place in self._input_at]):
+        if all([number < count and args[i] is inputs[number] for i, number in self._input_at]):
             return None
-        number = {id(leaf): j for j, leaf in enumerate(inputs)}
-        read = {place: number[id(args[i])] for i, place in self._input_at}
+        place = {id(leaf): j for j, leaf in enumerate(inputs)}
+        read = {number: place[id(args[i])] for i, number in self._input_at}
         others = [j for j in range(count) if j not in read.values()]
         order = [
-            read[place] if place in read else others.pop(0) if others else 0
-            for place in range(1 + max(read))
+            read[number] if number in read else others.pop(0) if others else 0
+            for number in range(1 + max(read))
         ]
         return order + others
+
+    def renumber_inputs(self, numbers: Sequence[int]) -> None:
+        """Gives input i another number, before there is a program."""
+        self._input_at = [(i, numbers[number]) for i, number in self._input_at]
+        for i, number in self._input_at:
+            self._roles[i] = "input", number
 
     @property
     def names(self) -> list[str]:

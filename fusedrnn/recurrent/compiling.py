@@ -67,6 +67,8 @@ class Planned(NamedTuple):
     given: Given
     traces: int
     """That torch.compile has made."""
+    order: Sequence[int] | None
+    """Which tensor of the call's input each of the program's is, if it is not the same."""
 
 
 class Kind:
@@ -368,12 +370,20 @@ class _Found(Exception):
 class _OfOneRow(Exception):
     """A graph of one row, whose program is not yet known: that of several rows, or none."""
 
-    def __init__(self, graph: StepGraph, kinds: Sequence[Given], call: SequenceCall) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        kinds: Sequence[Given],
+        call: SequenceCall,
+        order: Sequence[int] | None,
+    ) -> None:
         """
         Args:
             kinds: What the step gets, with floats as tensors, and then with floats as numbers.
+            order: As of :class:`Planned`.
         """
         self._graph, self._kinds, self._call = graph, kinds, call
+        self._order = order
 
     def find_program(self, many: Planned | str) -> None:
         """
@@ -398,6 +408,12 @@ class _OfOneRow(Exception):
             other = "the step reads other tensors in a batch of one row"
             return self._kinds[0], other if is_other else ForNow(other)
         given, inputs = kinds[0], call.within_ends()
+        if self._order != many.order:
+            own, theirs = (list(o or range(len(inputs))) for o in (self._order, many.order))
+            if sorted(own) != sorted(theirs) or graph.programs:
+                return given, ForNow("the keys of the input are others than before")
+            graph.renumber_inputs([theirs.index(i) for i in own])
+            inputs = _in_order(inputs, [own.index(i) for i in theirs])
         is_same, is_lasting = made_or_reason(
             lambda: computes_the_same(program, graph, given, inputs, call.state)
         )
@@ -425,12 +441,15 @@ class _Running:
         self.has_run = False
         self.made: list[Tensor] | None = None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
+        self._order: Sequence[int] | None = None
+        """Of the input's tensors, if it is not theirs."""
         self._is_many = is_many
         """Whether a program for several rows is wanted, also where the call has one."""
 
     def put_in_order(self, order: Sequence[int]) -> None:
         """Takes tensor ``order[i]`` of the input as number i from now on."""
         call, whole, count = self.call, self.user.input, len(self.call.inputs)
+        self._order = order
         names = Names(call.names.state, _in_order(call.names.input, order))
         self.call = call._replace(inputs=_in_order(call.inputs, order), names=names)
         self.inputs_seen = _in_order(self.inputs_seen, order)
@@ -455,12 +474,21 @@ class _Running:
 
     def prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
         """The call of a program for the graph."""
-        program, parts, chunk, _, _, given, _ = self._planned(graph, args)
+        planned = self._planned(graph, args)
+        program, given = planned.program, planned.given
         call = self.call
         counts = len(call.inputs), len(call.state), len(call.reset_to)
         saves_sums, of_all = self._options.saves_sums, call.without_values()
         made = Call(
-            of_all, counts, graph, given.numbers, program, program, chunk, parts, saves_sums
+            of_all,
+            counts,
+            graph,
+            given.numbers,
+            program,
+            program,
+            planned.chunk,
+            planned.parts,
+            saves_sums,
         )
         return made.with_program(program), given
 
@@ -476,7 +504,8 @@ class _Running:
             chunk, _, workspace = program.chunk(longest, call.rows, *limits)
         except RuntimeError as error:
             raise TooSmall(str(error).split("\n")[0].removeprefix("fusedrnn: ")) from error
-        return Planned(program, parts, chunk, workspace, graph, given, self._step.traces)
+        traces, order = self._step.traces, self._order
+        return Planned(program, parts, chunk, workspace, graph, given, traces, order)
 
     def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Program | str, Given]:
         call = self.call
@@ -494,7 +523,7 @@ class _Running:
             return CHANGING, given
         why, is_lasting = made_or_reason(lambda: self._asks(graph, given))
         if not why:
-            raise _OfOneRow(graph, kinds, call)
+            raise _OfOneRow(graph, kinds, call, self._order)
         if is_lasting:
             graph.programs["one row", given.numbers] = why
         return why, given
@@ -518,9 +547,6 @@ class _Running:
 class _Again(_Running):
     """A call like one that has run."""
 
-    _order: Sequence[int] | None = None
-    """Of the input's tensors, if it is not theirs."""
-
     def __init__(
         self,
         kind: Kind,
@@ -533,7 +559,7 @@ class _Again(_Running):
         self._kind, self._inputs, self._state = kind, inputs, state
         self._generator, self._step = generator, step
         self.inputs_seen, self.states_seen = kind.seen
-        self.has_run, self.made = False, None
+        self.has_run, self.made, self._order = False, None, None
         self._is_grad, self._is_inference = torch.is_grad_enabled(), is_inference
 
     def put_in_order(self, order: Sequence[int]) -> None:

@@ -125,7 +125,7 @@ def _layer_like(cell: nn.Module) -> str:
 def _of_program(
     settings: Settings, call: SequenceCall, planned: Planned, layer: str
 ) -> Explanation:
-    program, parts, chunk, workspace, graph, given, traces = planned
+    program, parts, chunk, workspace, graph, given, traces, _ = planned
     form, size = program.form, program.dtype.itemsize
     longest = max(part.steps for part in parts)
     steps, why = longest, "the whole sequence"

@@ -173,6 +173,24 @@ def test_dicts_of_any_order(width: int, ordered: bool, ways: list[bool]) -> None
     assert sum(ways) >= 8
 
 
+@pytest.mark.filterwarnings("ignore:fusedrnn. calls of the cell like this one are not compiled")
+@pytest.mark.parametrize("rows", [(2, 1), (1, 2), (1, 1)], ids=str)
+def test_one_row_of_a_dict_of_any_order(rows: tuple[int, int]) -> None:
+    """The program is that of several rows, whose graph may have come with another order."""
+    orders = [["features", "gain"], ["gain", "features"], ["more", "gain", "features"]]
+    for names in itertools.permutations(orders, 2):
+        cell = type("Anew", (Parts,), {})(H)
+        found = [fusedrnn.Recurrent(cell, compile=compile) for compile in ("auto", "never")]
+        for count, order in [*zip(rows, names, strict=True)] * 2:
+            x = {name: torch.rand(5, count, H, dtype=torch.float64) for name in order}
+            state = {name: torch.randn(count, H, dtype=torch.float64) for name in ("h", "before")}
+            (ours, last), (exact, exact_last) = (rnn(x, state) for rnn in found)
+            torch.testing.assert_close(ours, exact)
+            torch.testing.assert_close(last, exact_last)
+            if all("more" not in one for one in names):
+                assert found[0].explain(x, state).is_compiled
+
+
 class PlainAndTransposed(nn.Module):
     """One matrix in both ways, in products of some of its rows each."""
 
