@@ -332,8 +332,9 @@ PYBIND11_MODULE(_helpers, m) {
   m.def(
       "variable",
       [](const char* name) {
-        const char* value = std::getenv(name);
-        return std::string(value == nullptr ? "" : value);
+        const char* value = std::getenv(name);  // of any bytes
+        return py::reinterpret_steal<py::str>(
+            PyUnicode_DecodeFSDefault(value == nullptr ? "" : value));
       },
       py::arg("name"),
       "A variable of the environment, which os.environ takes longer to find; \"\" if there is "

@@ -217,7 +217,7 @@ def compiled(
         [(leaf.shape[1:], leaf.dtype) for leaf in state],
         [(leaf.shape[2:], leaf.dtype) for leaf in inputs],
     )
-    around = graph.roles, given.numbers, torch.get_default_dtype(), kind_of(device), kinds
+    around = str(graph.roles), given.numbers, torch.get_default_dtype(), kind_of(device), kinds
     key = records.key_of(graph.text, *around) if graph.is_text_whole else ""
     use = _FirstUse(graph, given, inputs, state, names, key)
     known = use.known()

@@ -185,7 +185,7 @@ class CompiledStep:
             if call.made is None:
                 if not graph.is_known:
                     graph.know(args, call.inputs_seen, call.states_seen)
-                elif order := graph.order_of(args, call.inputs_seen, call.states_seen):
+                if order := graph.order_of(args, call.inputs_seen):
                     call.put_in_order(order)
                 call.made = call.run(graph, args)
             return call.made

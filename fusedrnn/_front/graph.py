@@ -33,6 +33,11 @@ class Changes(Refusal):
     """The step changes something in Python. It may do so once, as where it makes what it lacks."""
 
 
+Roles = list[tuple[str, int]]
+"""Of each input of a graph what it is, and its number among those."""
+_LEAVES = "input", "state"
+
+
 class StepGraph:
     """A step as a function of tensors, without modules and without effects."""
 
@@ -43,7 +48,9 @@ class StepGraph:
         """
         _check_functions(module)
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self._values = [node.meta.get("example_value") for node in places]
+        values = [node.meta.get("example_value") for node in places]
+        self._sizes = [(str(value), _first_size(value)) for value in values]
+        """Of each input what it is in words, for a number, and how many rows it has."""
         self._names = [_name_of(node) for node in places]
         (outs,) = next(node for node in module.graph.nodes if node.op == "output").args
         self.outs: list[tuple[int, int]] = []
@@ -59,7 +66,7 @@ class StepGraph:
         self.outputs = sum(kind == OUTPUT for kind, _ in sources)
         wanted = [(STATE, i) for i in range(self.states)]
         wanted += [(OUTPUT, i) for i in range(self.outputs)]
-        self._float_at = [i for i, node in enumerate(places) if self._is_float(i, node)]
+        self._float_at = [i for i, n in enumerate(places) if _is_float(values[i], n)]
         floats = {user: places[i] for i in self._float_at for user in places[i].users}
         self.module = _pure(module, floats, [sources[one] for one in wanted])
         """From all inputs to new states and outputs."""
@@ -67,27 +74,18 @@ class StepGraph:
         """What it does, in words that no other graph of this process has; and whether they say all
         of it in each process."""
         _forget_origin(self.module)
-        self._roles: list[tuple[str, int]] = []
+        self._first: dict[str, Roles] = {}
+        self._structures: dict[str, Any] = {}
         self.is_known = False
         """Whether somebody has said what the inputs are."""
         self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
         self.programs: dict[Any, Any] = {}
         """What has been found for it, by the numbers of calls: programs, or why there are none."""
 
-    def _is_float(self, i: int, node: fx.Node) -> bool:
-        """A float of Python that has changed between calls comes as a tensor and its item()."""
-        value = self._values[i]
-        return (
-            isinstance(value, Tensor)
-            and value.dim() == 0
-            and bool(node.users)
-            and all(u.op == "call_method" and u.target == "item" for u in node.users)
-        )
-
     # What the inputs are.
 
     def know(self, args: Sequence[Any], inputs: Leaves, states: Leaves) -> None:
-        """Finds out what the inputs are, from those of a call.
+        """Finds out what the inputs are, from those of a call; of several threads, the first one.
 
         Args:
             inputs, states: The stand-ins among them.
@@ -108,34 +106,24 @@ class StepGraph:
             else:
                 roles.append(("constant", constants))
                 constants += 1
+        roles = self._first.setdefault("roles", roles)
         self.constant_at = [i for i, (role, _) in enumerate(roles) if role == "constant"]
         self._number_at = [i for i, (role, _) in enumerate(roles) if role == "number"]
-        rows = {
-            str(self._values[i].shape[0])
-            for i, (role, _) in enumerate(roles)
-            if role in ("input", "state") and isinstance(self._values[i].shape[0], torch.SymInt)
-        }
-        self._input_at = [(i, number) for i, (role, number) in enumerate(roles) if role == "input"]
-        self._state_at = [(i, number) for i, (role, number) in enumerate(roles) if role == "state"]
-        self._is_rows = [str(self._values[i]) in rows for i in self._number_at]
+        rows = {self._sizes[i][1] for i, (role, _) in enumerate(roles) if role in _LEAVES} - {""}
+        self._is_rows = [self._sizes[i][0] in rows for i in self._number_at]
+        self._input_at = _inputs_of(roles)
         self.has_tensors_alone = not floats and all(self._is_rows)
         """Whether steps get nothing else that may change from call to call."""
         self.dtype = states[0].dtype
         self._is_on_cpu = states[0].device.type == "cpu"
-        self._roles, self._values = roles, []  # which hold all that torch.compile knew
         self.is_known = True
 
-    def order_of(self, args: Sequence[Any], inputs: Leaves, states: Leaves) -> Sequence[int] | None:
+    def order_of(self, args: Sequence[Any], inputs: Leaves) -> Sequence[int] | None:
         """Which tensor of a call's input each of the graph's is, where these are not the same.
 
         What the guards do not ask for may be otherwise than in the first call: the order of a
         dict's keys, and keys that the step does not read.
-
-        Raises:
-            Refusal: Tensors of the state are in another order.
         """
-        if any([args[i] is not states[number] for i, number in self._state_at]):
-            raise Refusal("the tensors of the state are in another order than before")
         count = len(inputs)
         if all([number < count and args[i] is inputs[number] for i, number in self._input_at]):
             return None
@@ -150,9 +138,21 @@ class StepGraph:
 
     def renumber_inputs(self, numbers: Sequence[int]) -> None:
         """Gives input i another number, before there is a program."""
-        self._input_at = [(i, numbers[number]) for i, number in self._input_at]
-        for i, number in self._input_at:
-            self._roles[i] = "input", number
+        self._first["roles"] = roles = [
+            (role, numbers[i] if role == "input" else i) for role, i in self.roles
+        ]
+        self._input_at = _inputs_of(roles)
+
+    def check_states(self, structure: Any) -> None:
+        """
+        Args:
+            structure: Of a call's state. Guards do not ask for the order of an OrderedDict.
+
+        Raises:
+            Refusal: The first call had another one.
+        """
+        if self._structures.setdefault("state", structure) != structure:
+            raise Refusal("the keys of the state are in another order than before")
 
     @property
     def names(self) -> list[str]:
@@ -160,8 +160,8 @@ class StepGraph:
         return [self._names[i] for i in (*self.constant_at, *self._float_at)]
 
     @property
-    def roles(self) -> str:
-        return str(self._roles)
+    def roles(self) -> Roles:
+        return self._first["roles"]
 
     def given(self, args: Sequence[Any], floats_are_tensors: bool) -> Given:
         """What a call has."""
@@ -193,7 +193,7 @@ class StepGraph:
         are_tensors = len(given.constants) > constants
         first = 0 if are_tensors else floats
         made: list[Any] = []
-        for role, i in self._roles:
+        for role, i in self.roles:
             if role == "input":
                 made.append(x[i])
             elif role == "state":
@@ -227,6 +227,26 @@ class StepGraph:
         if found is None:
             found = self._on_cpu[dtype] = _renamed(self.module, self.dtype, dtype)
         return found
+
+
+def _first_size(value: Any) -> str:
+    """What torch.compile calls a tensor's number of rows; "" if it is always the same."""
+    is_open = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
+    return str(value.shape[0]) if is_open else ""
+
+
+def _is_float(value: Any, node: fx.Node) -> bool:
+    """A float of Python that has changed between calls comes as a tensor and its item()."""
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and bool(node.users)
+        and all(u.op == "call_method" and u.target == "item" for u in node.users)
+    )
+
+
+def _inputs_of(roles: Roles) -> list[tuple[int, int]]:
+    return [(i, number) for i, (role, number) in enumerate(roles) if role == "input"]
 
 
 def _pure(

@@ -6,6 +6,7 @@ given; and an output without a place is something that the step keeps.
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -71,16 +72,19 @@ def _is_like(tree: Any, like: Any) -> bool:
 
 def _in_order(tree: Any, like: Any) -> Any:
     """A new state with the keys of dicts in the order of the old one's."""
-    if isinstance(like, dict) and type(tree) is type(like):
-        if type(like) is not dict:
-            return tree
+    if type(like) in (dict, OrderedDict, defaultdict) and type(tree) is type(like):
         if set(tree) != set(like):
             raise ValueError("the step must return a state with the keys that it gets")
-        return {key: _in_order(tree[key], like[key]) for key in like}
+        new = {key: _in_order(tree[key], like[key]) for key in like}
+        if type(like) is OrderedDict:
+            return OrderedDict(new)
+        return defaultdict(like.default_factory, new) if type(like) is defaultdict else new
     if isinstance(like, (tuple, list)) and type(tree) is type(like) and len(tree) == len(like):
         made = [_in_order(a, b) for a, b in zip(tree, like, strict=True)]
         return type(like)(*made) if hasattr(like, "_fields") else type(like)(made)
-    if type(tree) is type(like) or (isinstance(tree, Tensor) and isinstance(like, Tensor)):
+    if isinstance(tree, Tensor) and isinstance(like, Tensor):
+        return tree
+    if type(tree) is type(like) and pytree.tree_flatten(tree)[1] == pytree.tree_flatten(like)[1]:
         return tree
     raise ValueError("the step must return a state like the one that it gets")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .. import _helpers as helpers
 from .closures import held_by
@@ -383,13 +384,15 @@ class _OfOneRow(Exception):
             order: As of :class:`Planned`.
         """
         self._graph, self._kinds, self._call = graph, kinds, call
-        self._order = order
+        self._order, self._roles = order, graph.roles
 
     def find_program(self, many: Planned | str) -> None:
         """
         Raises:
             NotCompiled: There is none for now.
         """
+        if self._graph.roles is not self._roles:  # another thread has renumbered inputs
+            return
         given, found = (self._kinds[0], many) if isinstance(many, str) else self._of(many)
         if isinstance(found, ForNow):
             raise NotCompiled(found)
@@ -494,6 +497,7 @@ class _Running:
 
     def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
         call, options = self.call, self._options
+        graph.check_states(pytree.tree_structure(self.user.state(self.states_seen)))
         program, given = self._program(graph, args)
         if isinstance(program, str):
             raise _refusal()(program)

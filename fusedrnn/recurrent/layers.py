@@ -165,6 +165,7 @@ class LayersCall:
         places: Sequence[int] = range(len(state))
         if isinstance(value, dict):
             places, structure = _places_of_keys(value, structure, name)
+            value = dict(value)  # of whatever kind
         leaves, given = flatten(value, name)
         if not leaves:
             raise ValueError(f"fusedrnn: {name} must have at least one tensor, got none")

@@ -119,7 +119,7 @@ def _key(graph: StepGraph, given: Given, call: SequenceCall) -> Any:
     kinds += [(leaf.shape[1:], leaf.dtype) for leaf in call.state]
     constants = len(given.constants)
     around = torch.get_default_dtype(), call.device, len(call.inputs)
-    return graph.text, graph.roles, constants, given.numbers, tuple(kinds), *around
+    return graph.text, str(graph.roles), constants, given.numbers, tuple(kinds), *around
 
 
 def _unusual(graph: StepGraph, given: Given, call: SequenceCall) -> str:

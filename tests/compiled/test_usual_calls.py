@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,6 +172,42 @@ def test_dicts_of_any_order(width: int, ordered: bool, ways: list[bool]) -> None
         for x, state in itertools.product(inputs * 2, states):
             torch.testing.assert_close(rnn(x, state)[0], plain(x, state)[0])
     assert sum(ways) >= 8
+
+
+class Named(nn.Module):
+    """A state in a dict of some kind, always in the same order, of which one part is read."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(H, H, dtype=torch.float64) * 0.5)
+        self.kind = kind
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        h = torch.tanh(x + state["h"] @ self.weight)
+        return h, self.kind(h=h, half=h * 0.5, square=h * h)
+
+
+def with_default(**values: Tensor) -> Any:
+    return defaultdict(list, values)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, with_default])
+def test_a_state_whose_keys_are_in_another_order_than_the_steps(kind: Any) -> None:
+    cell = Named(kind)
+    found = [fusedrnn.Recurrent(cell, compile=compile) for compile in ("require", "never")]
+    x = torch.randn(5, 3, H, dtype=torch.float64)
+    for names in [*itertools.permutations(("h", "half", "square")), ("h", "half", "square")]:
+        state, to = (
+            kind(**{name: torch.randn(3, H, dtype=torch.float64) for name in names})
+            for _ in range(2)
+        )
+        reset = {"reset": torch.rand(5, 3) < 0.4, "reset_to": to}
+        for options in ({}, {}, {"lengths": [5, 1, 2]}, reset):
+            (ours, last), (exact, exact_last) = (rnn(x, state, **options) for rnn in found)
+            torch.testing.assert_close(ours, exact)
+            assert type(last) is type(state)
+            assert list(last) == list(exact_last) == list(names)
+            torch.testing.assert_close(dict(last), dict(exact_last))
 
 
 @pytest.mark.filterwarnings("ignore:fusedrnn. calls of the cell like this one are not compiled")
