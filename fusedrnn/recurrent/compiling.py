@@ -472,7 +472,8 @@ class _Running:
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         prepared, given = self.prepared(graph, args)
         call = self.call
-        tensors = [*call.within_ends(), *call.state, *call.reset_to, *given.constants]
+        constants = _where(call.state[0], given.constants)
+        tensors = [*call.within_ends(), *call.state, *call.reset_to, *constants]
         return graph.results(*run_program(prepared, call.seed, tensors))
 
     def prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
@@ -584,7 +585,7 @@ class _Again(_Running):
         seed = Seed(generator) if is_needed else kind.call.seed
         order = self._order
         inputs = self._inputs if order is None else _in_order(self._inputs, order)
-        tensors = [*inputs, *self._state, *constants]
+        tensors = [*inputs, *self._state, *_where(self._state[0], constants)]
         return graph.results(*run_program(prepared, seed, tensors))
 
 
@@ -635,6 +636,13 @@ class _Steps:
 
 
 _steps = _Steps()
+
+
+def _where(like: Tensor, constants: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The constants where a tensor is. Numbers may be on the CPU, as in operations of torch."""
+    if not like.is_cuda:
+        return constants
+    return [c if c.is_cuda else c.to(like.device, non_blocking=True) for c in constants]
 
 
 def _in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:

@@ -119,6 +119,30 @@ def test_equals_the_cpu_on_a_gpu(case: Case, dtype: torch.dtype, masks: Masks) -
     check_against_the_cpu(case, dtype, masks, "cuda")
 
 
+class Scaled(torch.nn.Module):
+    """It has a number that stays on the CPU, and one that gets a gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(3, 3, device="cuda")
+        self.scale, self.shift = torch.tensor(0.7), torch.tensor(0.1, requires_grad=True)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.gate(h) * self.scale + x + self.shift)
+
+
+@pytest.mark.cuda
+def test_numbers_on_the_cpu() -> None:
+    cell, x = Scaled(), torch.randn(4, 2, 3, device="cuda")
+    h = torch.zeros(2, 3, device="cuda")
+    found = []
+    for compile in ("require", "require", "never"):
+        output = fusedrnn.Recurrent(cell, compile=compile)(x, h)[0]
+        found.append([output, *torch.autograd.grad(output.sum(), [cell.shift, cell.gate.weight])])
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+
+
 # Which programs run where.
 
 
