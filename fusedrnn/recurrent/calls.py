@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from ..options import check_chunks, check_flag
 from .autograd import run_sequence, run_with_graph
 from .choices import chunk_steps, measure_step
 from .closures import held_by
-from .compiling import Compiling, NoProgram, Options, TooSmall, User, code_of
+from .compiling import Compiling, NoProgram, NotCompiled, Options, TooSmall, User, code_of
 from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
-from .noise import Noise
+from .noise import Noise, TrialSeed
 from .probe import obstacle_to_graphs
 from .programs import NEVER, REQUIRE, check_compile
 from .reads import Weights
@@ -159,39 +159,47 @@ class OneCall:
             RuntimeError: There is no program, and ``compile`` is "require"; or as :meth:`take` of
                 steps in Python says.
         """
-        made = self._compiled()
+        made, error = self._compiled()
         if made is not None:
             self.was_compiled = True
             return made
         steps = self.in_python()
         output, state = steps.take_aside() if aside else steps.take()
+        if error is not None and self.memory.compiling.is_to_warn(error):
+            warn(
+                f"fusedrnn: calls of the cell{self.call.place} like this one are not compiled, as "
+                f"earlier ones were, because {error}"
+            )
         structure = steps.step.output
         assert structure is not None  # for a step has run
         return structure.tree(output), self.user.state(state)
 
-    def _compiled(self) -> tuple[Any, Any] | None:
-        """The results by a program; None if there is none."""
+    def _compiled(self) -> tuple[tuple[Any, Any] | None, NoProgram | None]:
+        """The results by a program; or why there is none, if that depends on the step."""
         if why_no_program(self.settings):
-            return None
+            return None, None
         compiling = self.memory.compiling
         if self.settings.compile == REQUIRE:
             compiling.forget_refusals()
         try:
-            return compiling.run(self.user, self.call, options_of(self.settings))
+            return compiling.run(self.user, self.call, options_of(self.settings)), None
         except NoProgram as error:
             self.refused(error)
-            return None
+            return None, error
 
     def refused(self, error: NoProgram) -> str:
         """Why the call has no program.
 
         Raises:
             RuntimeError: ``compile`` is "require".
+            Exception: It is, and the cell itself raises this.
         """
         reason = str(error)
         if self.settings.compile == REQUIRE:
             if isinstance(error, TooSmall):
                 raise RuntimeError(f"fusedrnn: {reason}") from None
+            if isinstance(error, NotCompiled):  # maybe for a mistake, of which Python says more
+                self.of_first_steps(1).in_python().take_aside()
             from .._front.reasons import way_out
 
             refusal = RuntimeError(
@@ -200,12 +208,23 @@ class OneCall:
             if way := way_out(reason):
                 add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
             raise refusal from error
-        if self.memory.compiling.is_to_warn(error):
-            warn(
-                f"fusedrnn: calls of the cell{self.call.place} like this one are not compiled, as "
-                f"earlier ones were, because {reason}"
-            )
         return reason
+
+    def of_first_steps(self, count: int) -> OneCall:
+        """The same of a few steps of whole rows, with random numbers of its own."""
+        call = self.call
+        few = call._replace(
+            inputs=tuple([leaf[:count] for leaf in call.inputs]),
+            seq_len=min(count, call.seq_len),
+            seed=TrialSeed(),
+            returns_sequence=True,
+            last=None,
+            lengths=None,
+            reset=None,
+            resets=None,
+            reset_to=(),
+        )
+        return replace(self, call=few)
 
     def in_python(self) -> InPython:
         """The steps in Python."""

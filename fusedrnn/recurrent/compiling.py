@@ -416,7 +416,7 @@ class _OfOneRow(Exception):
             if sorted(own) != sorted(theirs) or graph.programs:
                 return given, ForNow("the keys of the input are others than before")
             graph.renumber_inputs([theirs.index(i) for i in own])
-            inputs = _in_order(inputs, [own.index(i) for i in theirs])
+            inputs = in_order(inputs, [own.index(i) for i in theirs])
         is_same, is_lasting = made_or_reason(
             lambda: computes_the_same(program, graph, given, inputs, call.state)
         )
@@ -453,11 +453,11 @@ class _Running:
         """Takes tensor ``order[i]`` of the input as number i from now on."""
         call, whole, count = self.call, self.user.input, len(self.call.inputs)
         self._order = order
-        names = Names(call.names.state, _in_order(call.names.input, order))
-        self.call = call._replace(inputs=_in_order(call.inputs, order), names=names)
-        self.inputs_seen = _in_order(self.inputs_seen, order)
+        names = Names(call.names.state, in_order(call.names.input, order))
+        self.call = call._replace(inputs=in_order(call.inputs, order), names=names)
+        self.inputs_seen = in_order(self.inputs_seen, order)
         back = [order.index(j) for j in range(count)]
-        self.user = self.user._replace(input=lambda leaves: whole(_in_order(leaves, back)))
+        self.user = self.user._replace(input=lambda leaves: whole(in_order(leaves, back)))
 
     def run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         if self._is_inference:
@@ -584,7 +584,7 @@ class _Again(_Running):
         is_needed = prepared.draws or generator is not None
         seed = Seed(generator) if is_needed else kind.call.seed
         order = self._order
-        inputs = self._inputs if order is None else _in_order(self._inputs, order)
+        inputs = self._inputs if order is None else in_order(self._inputs, order)
         tensors = [*inputs, *self._state, *_where(self._state[0], constants)]
         return graph.results(*run_program(prepared, seed, tensors))
 
@@ -645,7 +645,7 @@ def _where(like: Tensor, constants: Sequence[Tensor]) -> Sequence[Tensor]:
     return [c if c.is_cuda else c.to(like.device, non_blocking=True) for c in constants]
 
 
-def _in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+def in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
     return tuple([leaves[i] for i in order])
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import nn
 
 from .. import modules
 from .calls import OneCall, Settings, why_no_program
 from .choices import Explanation, measure_graph, measure_step
-from .compiling import NoProgram, Options, Planned
+from .compiling import NoProgram, Options, Planned, in_order
 from .graphs import RECORDERS
 from .layers import LayersCall, joined
-from .noise import TrialSeed
 from .sequence_call import SequenceCall
 from .trees import Leaves, Structure, flatten
 
@@ -125,7 +122,9 @@ def _layer_like(cell: nn.Module) -> str:
 def _of_program(
     settings: Settings, call: SequenceCall, planned: Planned, layer: str
 ) -> Explanation:
-    program, parts, chunk, workspace, graph, given, traces, _ = planned
+    program, parts, chunk, workspace, graph, given, traces, order = planned
+    if order is not None:
+        call = call._replace(inputs=in_order(call.inputs, order))
     form, size = program.form, program.dtype.itemsize
     longest = max(part.steps for part in parts)
     steps, why = longest, "the whole sequence"
@@ -171,20 +170,8 @@ def _of_program(
 @torch.no_grad()
 def _first_outputs(one: OneCall) -> tuple[Leaves, Structure]:
     """Outputs of the first steps repeated: only their kinds matter."""
-    call = one.call
-    steps = min(_STEPS, call.seq_len)
-    few = call._replace(
-        inputs=tuple(leaf[:steps] for leaf in call.inputs),
-        seq_len=steps,
-        seed=TrialSeed(),
-        returns_sequence=True,
-        last=None,
-        lengths=None,
-        reset=None,
-        resets=None,
-        reset_to=(),
-    )
-    output, _ = dataclasses.replace(one, call=few).results(aside=True)
+    few = one.of_first_steps(_STEPS)
+    output, _ = few.results(aside=True)
     outputs, structure = flatten(output, "output")
-    more = -(-call.seq_len // steps)
-    return tuple(torch.cat([leaf] * more)[: call.seq_len] for leaf in outputs), structure
+    seq_len, more = one.call.seq_len, -(-one.call.seq_len // few.call.seq_len)
+    return tuple(torch.cat([leaf] * more)[:seq_len] for leaf in outputs), structure
