@@ -23,6 +23,7 @@ from .draws import WAY_OUT, OtherDraws
 from .generators import RandomStates
 from .graphs import LEAST_CHUNKS, RECORDERS, Graphs
 from .noise import Noise, TrialSeed
+from .obstacles import unusual_weight
 from .probe import obstacle_to_graphs
 from .programs import NEVER, REQUIRE, check_compile
 from .reads import Weights
@@ -198,7 +199,9 @@ class OneCall:
         if self.settings.compile == REQUIRE:
             if isinstance(error, TooSmall):
                 raise RuntimeError(f"fusedrnn: {reason}") from None
-            if isinstance(error, NotCompiled):  # maybe for a mistake, of which Python says more
+            is_of_weights = unusual_weight(self.user.modules(), self.call.device)
+            if isinstance(error, NotCompiled) and not is_of_weights:
+                # It may be a mistake, of which Python says more.
                 self.of_first_steps(1).in_python().take_aside()
             from .._front.reasons import way_out
 
@@ -212,19 +215,7 @@ class OneCall:
 
     def of_first_steps(self, count: int) -> OneCall:
         """The same of a few steps of whole rows, with random numbers of its own."""
-        call = self.call
-        few = call._replace(
-            inputs=tuple([leaf[:count] for leaf in call.inputs]),
-            seq_len=min(count, call.seq_len),
-            seed=TrialSeed(),
-            returns_sequence=True,
-            last=None,
-            lengths=None,
-            reset=None,
-            resets=None,
-            reset_to=(),
-        )
-        return replace(self, call=few)
+        return replace(self, call=self.call.of_first_steps(count, TrialSeed()))
 
     def in_python(self) -> InPython:
         """The steps in Python."""

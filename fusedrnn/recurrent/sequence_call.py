@@ -79,6 +79,20 @@ class SequenceCall(NamedTuple):
     ) -> SequenceCall:
         return self._replace(inputs=inputs, state=state, reset_to=reset_to, seed=seed)
 
+    def of_first_steps(self, count: int, seed: Seed) -> SequenceCall:
+        """The same of a few steps of whole rows."""
+        return self._replace(
+            inputs=tuple([leaf[:count] for leaf in self.inputs]),
+            seq_len=min(count, self.seq_len),
+            seed=seed,
+            returns_sequence=True,
+            last=None,
+            lengths=None,
+            reset=None,
+            resets=None,
+            reset_to=(),
+        )
+
     def within_ends(self) -> Leaves:
         """Inputs with 0 for integers behind the ends of rows, where there may be anything."""
         if self.lengths is None:
