@@ -160,33 +160,33 @@ class OneCall:
             RuntimeError: There is no program, and ``compile`` is "require"; or as :meth:`take` of
                 steps in Python says.
         """
-        made, error = self._compiled()
+        made, obstacle = self._compiled()
         if made is not None:
             self.was_compiled = True
             return made
         steps = self.in_python()
         output, state = steps.take_aside() if aside else steps.take()
-        if error is not None and self.memory.compiling.is_to_warn(error):
+        if obstacle and self.memory.compiling.is_to_warn():
             warn(
                 f"fusedrnn: calls of the cell{self.call.place} like this one are not compiled, as "
-                f"earlier ones were, because {error}"
+                f"earlier ones were, because {obstacle}"
             )
         structure = steps.step.output
         assert structure is not None  # for a step has run
         return structure.tree(output), self.user.state(state)
 
-    def _compiled(self) -> tuple[tuple[Any, Any] | None, NoProgram | None]:
-        """The results by a program; or why there is none, if that depends on the step."""
+    def _compiled(self) -> tuple[tuple[Any, Any] | None, str]:
+        """The results by a program; or none, and why, if it is because of the step."""
         if why_no_program(self.settings):
-            return None, None
+            return None, ""
         compiling = self.memory.compiling
         if self.settings.compile == REQUIRE:
             compiling.forget_refusals()
         try:
-            return compiling.run(self.user, self.call, options_of(self.settings)), None
+            return compiling.run(self.user, self.call, options_of(self.settings)), ""
         except NoProgram as error:
-            self.refused(error)
-            return None, error
+            reason = self.refused(error)
+            return None, reason if isinstance(error, NotCompiled) else ""
 
     def refused(self, error: NoProgram) -> str:
         """Why the call has no program.

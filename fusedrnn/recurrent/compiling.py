@@ -185,9 +185,9 @@ class Compiling:
         self._is_new = False
         self._refused.clear()
 
-    def is_to_warn(self, error: NoProgram) -> bool:
+    def is_to_warn(self) -> bool:
         """Whether to say that a cell is no longer compiled."""
-        if not self._was_compiled or self._has_warned or not isinstance(error, NotCompiled):
+        if not self._was_compiled or self._has_warned:
             return False
         self._has_warned = True
         return True
