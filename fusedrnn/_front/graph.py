@@ -74,8 +74,8 @@ class StepGraph:
         """What it does, in words that no other graph of this process has; and whether they say all
         of it in each process."""
         _forget_origin(self.module)
-        self._first: dict[str, Roles] = {}
-        self._structures: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}
+        """What the first call has said, of whatever thread: to set a default is one step."""
         self.is_known = False
         """Whether somebody has said what the inputs are."""
         self._on_cpu: dict[torch.dtype, fx.GraphModule] = {}
@@ -151,7 +151,7 @@ class StepGraph:
         Raises:
             Refusal: The first call had another one.
         """
-        if self._structures.setdefault("state", structure) != structure:
+        if self._first.setdefault("structure of the state", structure) != structure:
             raise Refusal("the keys of the state are in another order than before")
 
     @property
@@ -161,7 +161,8 @@ class StepGraph:
 
     @property
     def roles(self) -> Roles:
-        return self._first["roles"]
+        roles: Roles = self._first["roles"]
+        return roles
 
     def given(self, args: Sequence[Any], floats_are_tensors: bool) -> Given:
         """What a call has."""

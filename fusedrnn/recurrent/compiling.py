@@ -646,6 +646,7 @@ def _where(like: Tensor, constants: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+    """As number i the one that was ``order[i]``."""
     return tuple([leaves[i] for i in order])
 
 

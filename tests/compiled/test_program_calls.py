@@ -113,6 +113,22 @@ def test_calls_with_weights_as_they_are(name: str, saves: bool) -> None:
         torch.testing.assert_close(found, value, msg=lambda text, what=what: f"{what}: {text}")
 
 
+@pytest.mark.parametrize("name", list(CELLS))
+def test_a_batch_of_no_rows(name: str) -> None:
+    """Gradients of constants, to which no row gives anything, are zeros and not what memory has."""
+    call = random_call(CELLS[name], batch=0)
+    made = [*call.weights, *call.vectors]
+    number = add(CELLS[name], torch.float64, *as_they_are(call))
+    results = forward(number, call, made)
+    dirty = [torch.full_like(one, 1.0) for one in made]
+    del dirty  # whose memory is likely to be used again
+    gradients = backward(number, call, made, results)
+    given = [*call.inputs, *call.carries, *made]
+    assert [g.shape for g in gradients] == [t.shape for t in given]
+    for gradient in gradients[-len(made) :]:
+        assert not gradient.any()
+
+
 # Weights that are made of constants.
 
 
