@@ -49,7 +49,7 @@ class BuildPython(build_py):
         super().run()
         if self.editable_mode:
             return
-        for name in runpy.run_path("fusedrnn/_compile/headers.py")["shipped"](Path("csrc")):
+        for name in runpy.run_path("fusedrnn/_compiler/headers.py")["shipped"](Path("csrc")):
             target = Path(self.build_lib, "fusedrnn/include", name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(Path("csrc", name), target)

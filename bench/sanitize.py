@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from docs.examples.published_cells import CASES
-from fusedrnn import GRU, LSTM, Recurrent, StochasticGRU, set_chunk_replay, tuning
+from fusedrnn import GRU, LSTM, Recurrent, StochasticGRU, set_chunk_replay
+from fusedrnn import _tuning as tuning
 
 from .any_cell_steps import Size, start_of
 from .parts import KINDS, PROGRAM_DTYPES, PROGRAMS

@@ -14,10 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fusedrnn import _library, tuning
+from fusedrnn import _library
+from fusedrnn import _tuning as tuning
 from fusedrnn._autograd import run_layer
+from fusedrnn._cells import Sizes, layout
 from fusedrnn._ops import ForwardResults, LayerCall, LayerTensors
-from fusedrnn.cells import Sizes, layout
 
 BATCH, INPUT = 11, 5  # two tiles of rows
 # Sizes that give each depth of a persistent kernel: blocks of columns that a warp multiplies.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
-from fusedrnn import reference, tuning
+from fusedrnn import _tuning as tuning
+from fusedrnn import reference
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from . import (
     functional,
     reference,
 )
+from ._conversion import ConversionReport, convert, to_torch
+from ._modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
+from ._planner import PassPlan, Plan, PlanMemory, plan
+from ._recurrent import Explanation, Recurrent, scan
+from ._tuning import set_chunk_replay, set_free_multiprocessors
 from .bank import BankPlan, WeightBank
-from .conversion import ConversionReport, convert, to_torch
 from .functional import gru, lstm, stochastic_gru
-from .modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
-from .planner import PassPlan, Plan, PlanMemory, plan
-from .recurrent import Explanation, Recurrent, scan
-from .tuning import set_chunk_replay, set_free_multiprocessors
 
 __version__ = _version("fusedrnn")
 __all__ = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._graphs import is_alone, is_compiling, is_recorded
+from ._tracers import is_alone, is_compiling, is_recorded
 
 _DEVICES = ("cpu", "cuda")  # torch raises an error when asked about other devices, such as meta
 

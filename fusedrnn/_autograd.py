@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _onnx, _ops, _plans, _replay, _vmap
-from ._graphs import is_alone, is_compiling, is_traced
+from . import _onnx, _ops, _plain_layer, _plans, _vmap
+from ._cells import CELLS
 from ._ops import Cotangents, Gradients, LayerCall, LayerTensors, Saved
+from ._tracers import is_alone, is_compiling, is_traced
 from ._warnings import warn
-from .cells import CELLS
 
 
 def run_layer(call: LayerCall, tensors: LayerTensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +129,7 @@ class Layer(torch.autograd.Function):
     def jvp(ctx: Any, _call: None, _save_gates: None, *directions: Tensor | None) -> Any:
         with _for_outer_tangents():
             tensors = LayerTensors.of(_primals(ctx.saved_tensors))
-            found = _replay.tangents(ctx.call, tensors, LayerTensors.of(directions))
+            found = _plain_layer.tangents(ctx.call, tensors, LayerTensors.of(directions))
         return (*found, None, None)
 
     @staticmethod
@@ -178,7 +178,7 @@ class LayerGradient(torch.autograd.Function):
         _warn_of_cost()
         with _for_outer_tangents():
             grads, saved, tensors = _gradient_tensors(_primals(ctx.saved_tensors))
-            _, second = _replay.second_order(ctx.call, tensors, grads, along)
+            _, second = _plain_layer.second_order(ctx.call, tensors, grads, along)
             found = _flat_gradients(cast(Any, second), tensors, ctx.needs)
             if any(g is not None for g in grad_directions):
                 first = _ops.backward(ctx.call, ctx.needs, grad_directions, saved, tensors)
@@ -201,7 +201,7 @@ def _second_order(call: LayerCall, needs: int, *inputs: Any) -> tuple[Tensor | N
     if found.weights is not None:
         found = found._replace(weights=found.weights.contiguous())
     along = by_tensor(found, tensors, _ops.needed_of(needs, tensors))
-    tangents, gradients = _replay.second_order(call, tensors, grads, along)
+    tangents, gradients = _plain_layer.second_order(call, tensors, grads, along)
     of_grads = [None if g is None else t for g, t in zip(grads, tangents, strict=True)]
     of_tensors: Any = LayerTensors(*gradients)  # type: ignore[arg-type]
     return (*of_grads, *[None] * len(Saved._fields), *of_tensors.flat())

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from . import _helpers, _ops, _plans
+from ._cells import CELLS
 from ._ops import (
     NEEDS_CX,
     NEEDS_EPS,
@@ -22,7 +23,6 @@ from ._ops import (
     LayerTensors,
     Saved,
 )
-from .cells import CELLS
 
 
 def _check_devices(tensors: LayerTensors, *others: Tensor | None) -> None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _library
+from ._cells import CELL_NAMES, CELLS
 from ._ops import NEEDS_FIRST_WEIGHT, NEEDS_INPUT
-from .cells import CELL_NAMES, CELLS
 
 
 class _Product(NamedTuple):

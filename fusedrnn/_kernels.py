@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from . import _last_states, _library, _ops, _vmap
 from ._autograd import Layer, LayerGradient, below_autograd, by_tensor, needs_grad, plainly
 from ._buffers import version_of
+from ._cells import CELL_NAMES, CELLS
 from ._ops import Cotangents, LayerCall, LayerTensors, Saved
-from .cells import CELL_NAMES, CELLS
 
 
 def _step_as_layer(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:

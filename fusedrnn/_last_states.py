@@ -17,16 +17,8 @@ from torch import Tensor
 
 from . import _ops
 from ._autograd import below_autograd, by_tensor, needs_grad, plainly, traceable
-from ._graphs import is_alone
-from ._ops import (
-    Cotangents,
-    ForwardResults,
-    Gradients,
-    LastStates,
-    LayerCall,
-    LayerTensors,
-    Saved,
-)
+from ._ops import Cotangents, ForwardResults, Gradients, LastStates, LayerCall, LayerTensors, Saved
+from ._tracers import is_alone
 
 
 def run_last_states(

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._graphs import constant_in_graphs, is_compiling
+from ._cells import CELLS
 from ._ops import LayerCall, LayerTensors
-from .cells import CELLS
+from ._tracers import constant_in_graphs, is_compiling
 
 # Places of ONNX's gates among ours: u, r, n of a GRU; i, o, f, g of an LSTM.
 _GATES = {"GRU": (1, 0, 2), "LSTM": (0, 3, 1, 2)}

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from . import _helpers as helpers
 from . import _library
-from ._graphs import is_compiling
-from .cells import CELL_NAMES, CELLS
+from ._cells import CELL_NAMES, CELLS
+from ._tracers import is_compiling
 
 _BACKENDS = helpers.BACKENDS
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ._graphs import never_in_graphs
+from ._tracers import never_in_graphs
 
 # Packages whose optimizers write by kernels of their own.
 _FOREIGN = ("apex", "bitsandbytes", "deepspeed", "transformer_engine")

@@ -11,7 +11,7 @@ from typing_extensions import NotRequired, Unpack
 
 from . import _helpers as helpers
 from . import _library
-from ._graphs import is_compiling
+from ._tracers import is_compiling
 
 
 class Problem(TypedDict):

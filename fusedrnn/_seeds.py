@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from ._graphs import constant_in_graphs, is_compiling
+from ._tracers import constant_in_graphs, is_compiling
 
 
 def draw(generator: torch.Generator | None, device: torch.device) -> Tensor:

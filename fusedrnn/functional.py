@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .call import Noise, S, run
-from .options import LayerOptions, Options, check_names, documented
+from ._call import Noise, S, run
+from ._options import LayerOptions, Options, check_names, documented
 
 
 @documented
@@ -47,7 +47,7 @@ def stochastic_gru(
         generator: Draws the seed if neither ``eps`` nor ``seed`` is given; the default generator of
             the device of ``input`` if None.
         sample: False takes z = loc; then eps, seed and generator must not be given.
-        options: See :class:`fusedrnn.options.LayerOptions`.
+        options: See :class:`fusedrnn._options.LayerOptions`.
 
     Returns:
         output: (T, B, D * H), (B, T, D * H), (T, D * H) or a PackedSequence, the states of the last
@@ -96,7 +96,7 @@ def gru(
         weights: Of each layer, and of each direction in it: weight_ih (3H, I), weight_hh (3H, H),
             and with ``bias`` bias_ih (3H), bias_hh (3H). Layers after the first have I = D * H.
         input, hx, training, lengths, reset, reset_to: As in :func:`stochastic_gru`.
-        options: See :class:`fusedrnn.options.LayerOptions`.
+        options: See :class:`fusedrnn._options.LayerOptions`.
 
     Returns, Raises:
         As :func:`stochastic_gru`.
@@ -133,7 +133,7 @@ def lstm(
         proj_size: Features of h if it is projected, or 0.
         input, training, lengths, reset: As in :func:`stochastic_gru`.
         reset_to: As there, a pair for h and c.
-        options: See :class:`fusedrnn.options.LayerOptions`.
+        options: See :class:`fusedrnn._options.LayerOptions`.
 
     Returns:
         output: (T, B, D * P), (B, T, D * P), (T, D * P) or a PackedSequence, the states h of the

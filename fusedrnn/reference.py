@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._draws import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of
-from ._draws import philox4x32 as philox4x32
-from ._draws import philox_normal as philox_normal
+from ._philox import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of
+from ._philox import philox4x32 as philox4x32
+from ._philox import philox_normal as philox_normal
 
 States = tuple[Tensor, ...]  # h, and of an LSTM c
 # input, states, weights in the module's order, eps or None -> states

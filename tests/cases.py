@@ -11,13 +11,13 @@ from torch import Tensor
 
 import fusedrnn
 from fusedrnn import reference
+from fusedrnn._cells import Sizes, layout
 from fusedrnn._ops import LayerCall, LayerTensors
-from fusedrnn.cells import Sizes, layout
 
 MODULES = {"gru": fusedrnn.GRU, "lstm": fusedrnn.LSTM, "stochastic_gru": fusedrnn.StochasticGRU}
 CELLS = list(MODULES)
 # The cells of the operators, for which a projected LSTM is a cell of its own.
-OPERATOR_CELLS = list(fusedrnn.cells.CELLS)
+OPERATOR_CELLS = list(fusedrnn._cells.CELLS)
 
 
 def variants(proj_size: int) -> list[dict[str, Any]]:

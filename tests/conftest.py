@@ -7,7 +7,7 @@ import torch
 from cases import allow_tf32
 from emulator import emulated_operators, use
 
-from fusedrnn import tuning
+from fusedrnn import _tuning as tuning
 
 pytest.register_assert_rewrite("checks", "tf32", "flat_weights")
 # Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.

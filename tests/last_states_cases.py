@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedrnn import _last_states, _ops
+from fusedrnn._cells import CELLS, Sizes, layout
 from fusedrnn._ops import LayerCall, LayerTensors
-from fusedrnn.cells import CELLS, Sizes, layout
 
 
 @dataclass(frozen=True)

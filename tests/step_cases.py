@@ -9,7 +9,7 @@ import torch
 from cases import MODULES
 from torch import Tensor
 
-from fusedrnn import call
+from fusedrnn import _call as call
 
 CELLS = [f"{module.__name__}Cell" for module in MODULES.values()]
 

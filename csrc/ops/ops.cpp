@@ -50,7 +50,7 @@ extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_abi() {
   return fusedrnn::program::kAbi;
 }
 
-// Adds a program: what Program.numbers() of fusedrnn/_compile/program.py gives, the numbers that
+// Adds a program: what Program.numbers() of fusedrnn/_compiler/program.py gives, the numbers that
 // StepConstants::read() of step_constants.h reads, or a null pointer; the function of the library
 // of its stages, and their type as in Programs::add.  Returns its number.
 extern "C" __attribute__((visibility("default"))) int64_t fusedrnn_add_program(

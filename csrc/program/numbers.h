@@ -1,4 +1,4 @@
-// A program as a list of numbers, as fusedrnn/_compile/program.py writes it: each field in its
+// A program as a list of numbers, as fusedrnn/_compiler/program.py writes it: each field in its
 // order, and each list after its length.
 #pragma once
 #include <cstdint>

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recurrent.trees import Leaves, differentiable
+from .._step.trees import Leaves, differentiable
 
 _MOST = 16
 """Kinds of leaves of which a cell's are kept."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .._graphs import never_in_graphs
+from .._tracers import never_in_graphs
 from .changes import bring_changes_home, is_changed, keep_reassigned
 from .device import Device
 from .files import FileTask

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.types import Device as DeviceLike
 
-from .._graphs import is_recorded
+from .._tracers import is_recorded
 from . import ranks
 from .arguments import (
     Key,

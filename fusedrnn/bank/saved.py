@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._graphs import unseen
+from .._tracers import unseen
 from .slots import Slot
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._buffers import place_of, size_of
-from ..weights import FlatModule
+from .._flat_weights import FlatModule
 from .engines import Event
 from .layout import Layout, Place, lay_out, tensors_of
 from .swaps import is_plain, list_weights

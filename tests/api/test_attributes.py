@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn import options
+from fusedrnn import _options as options
 
 
 def test_a_pickle_of_an_older_release_gets_the_defaults_of_newer_options():

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import fusedrnn
 from fusedrnn import convert, to_torch
-from fusedrnn.conversion import _CannotReplace, _check_device
+from fusedrnn._conversion import _CannotReplace, _check_device
 
 OPTIONS = [
     {},

@@ -9,7 +9,7 @@ import torch
 from cases import CELLS, Case
 
 import fusedrnn
-from fusedrnn import call
+from fusedrnn import _call as call
 
 CASE = Case(seq_len=4, batch=3, input_size=5, hidden_size=7, latent_size=6, num_layers=2)
 

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 import fusedrnn
-from fusedrnn import StochasticGRU, StochasticGRUCell, call, modules, options
+from fusedrnn import StochasticGRU, StochasticGRUCell
+from fusedrnn import _call as call
+from fusedrnn import _modules as modules
+from fusedrnn import _options as options
 
 SIZES = ("input_size", "hidden_size", "latent_size", "num_layers")
 WRONG = {  # of options, by values, errors and what they say

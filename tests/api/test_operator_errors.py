@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import CELLS, MASKED, Case, operator_arguments
 
-from fusedrnn import cells
+from fusedrnn import _cells as cells
 
 
 def test_the_operator_of_a_projection_checks_both_widths():

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._pytree import tree_leaves as flat
 
 import fusedrnn
-from fusedrnn import call
-from fusedrnn.options import FIELDS
+from fusedrnn import _call as call
+from fusedrnn._options import FIELDS
 
 T, B, IN, H, P, L = 5, 3, 4, 6, 2, 2
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves as flat
 
 import fusedrnn
-from fusedrnn import _ops, cells
+from fusedrnn import _cells as cells
+from fusedrnn import _ops
 
 
 def both_ways(cell: torch.nn.Module, *args: Any, **kwargs: Any) -> list[list[Tensor]]:

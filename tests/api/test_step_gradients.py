@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves as flat
 
 import fusedrnn
-from fusedrnn import _ops, cells
+from fusedrnn import _cells as cells
+from fusedrnn import _ops
 
 
 def leaves(x: Tensor, states: Any, noise: dict[str, Any]) -> list[Tensor]:

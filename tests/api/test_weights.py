@@ -22,8 +22,8 @@ from flat_weights import (
 from torch import nn
 
 import fusedrnn
-from fusedrnn import cells
-from fusedrnn.cells import Sizes
+from fusedrnn import _cells as cells
+from fusedrnn._cells import Sizes
 
 MODULES = [fusedrnn.GRU, fusedrnn.LSTM, fusedrnn.StochasticGRU]
 CELLS = [fusedrnn.GRUCell, fusedrnn.LSTMCell, fusedrnn.StochasticGRUCell]

@@ -17,7 +17,8 @@ from checks import allocations
 from layouts import with_gaps
 
 import fusedrnn
-from fusedrnn import _helpers, _library, _plans, tuning
+from fusedrnn import _helpers, _library, _plans
+from fusedrnn import _tuning as tuning
 
 MULTIPROCESSORS = 132
 LSTM = Case("lstm", seq_len=12, dtype=torch.float32)

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from fusedrnn import _call as fused_call
 from fusedrnn import _library
-from fusedrnn import call as fused_call
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from cases import Arguments, Case
 from torch import Tensor
 
-from fusedrnn._draws import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of, philox_normal
+from fusedrnn._philox import CELL_ZONEOUT, DROPOUT, ZONEOUT, mask_of, philox_normal
 
 
 @dataclass(frozen=True)

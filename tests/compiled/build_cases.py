@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile import cache
-from fusedrnn._compile.build import CannotBuild, Library, build
-from fusedrnn._compile.compiler import find
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler import library_cache
+from fusedrnn._compiler.build import CannotBuild, Library, build
+from fusedrnn._compiler.toolchain import find
 
 ROOT = Path(__file__).parents[2]
 GXX = shutil.which("g++") or shutil.which("c++")
@@ -61,11 +61,15 @@ def prepare(source: str, targets: Sequence[str] | None = None) -> list[Path]:
     Args:
         targets: Instruction sets, by default all of this kind of processor.
     """
-    folder, compiler, made = cache.open_folder(cache.wanted_folder()), find("cpu"), []
+    folder, compiler, made = (
+        library_cache.open_folder(library_cache.wanted_folder()),
+        find("cpu"),
+        [],
+    )
     for target in building._sources(source, "cpu", targets or instruction_sets()):
         name = building._name(target, compiler)
         path = folder / f"{name}.so"
-        if not cache.is_whole(path):
+        if not library_cache.is_whole(path):
             building._compile(target, compiler, folder, name)
         made.append(path)
     return made
@@ -92,7 +96,7 @@ def built_elsewhere(why: str, note: str = "") -> Library:
     with pytest.warns(RuntimeWarning, match=f"this process only, because .*{why}.*; FUSEDRNN_"):
         library = build(text(note))
     assert lanes(library)
-    assert library.path.parent == cache.process_folder("it is there")
+    assert library.path.parent == library_cache.process_folder("it is there")
     assert library.path.parent.stat().st_mode & 0o777 == 0o700
     return library
 
@@ -129,7 +133,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, with the functions of this file."""
     paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    begin = "from build_cases import *\nfrom fusedrnn._compile.build import *\n"
+    begin = "from build_cases import *\nfrom fusedrnn._compiler.build import *\n"
     return subprocess.run(
         [sys.executable, "-c", begin + code],
         env=variables | environment,

@@ -16,9 +16,9 @@ from stage_library import TYPES, compiled, of_functions
 
 from fusedrnn import _helpers as helpers
 from fusedrnn import _ops
-from fusedrnn._compile import operators
-from fusedrnn._compile.program import Program
-from fusedrnn.cells import CELLS, Sizes
+from fusedrnn._cells import CELLS, Sizes
+from fusedrnn._compiler import program_operators
+from fusedrnn._compiler.program import Program
 
 
 def read(numbers: list[int]) -> Program:
@@ -90,7 +90,7 @@ def _number(numbers: tuple[int, ...], stages: tuple[str, ...], dtype: torch.dtyp
     name = "_".join(("stages", *stages))
     function = ctypes.cast(library(dtype)[name], ctypes.c_void_p).value
     assert function is not None
-    return operators.add_program(read(list(numbers)), function, dtype=dtype)
+    return program_operators.add_program(read(list(numbers)), function, dtype=dtype)
 
 
 ALL_STAGES = (("Gru",), ("Lstm",), ("Lstm", "Linear"), ("Sample", "Gru"), ("Linear", "Gru"))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedrnn._compile import build, headers
-from fusedrnn._compile.compiler import Compiler, compile
+from fusedrnn._compiler import build, headers
+from fusedrnn._compiler.toolchain import Compiler, compile
 
 COMPILED = Path(__file__).parents[2] / "build" / "compiled-programs"
 """What compilers have made for earlier tests and runs, by all that it depends on."""
@@ -37,7 +37,7 @@ def compiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def compile_once(compiler: Compiler, flags: list[str], text: Path, library: Path) -> None:
-    """As fusedrnn._compile.compiler.compile, but for each text once."""
+    """As fusedrnn._compiler.toolchain.compile, but for each text once."""
     source = text.read_text(encoding="utf-8")
     parts = [*compiler.command, compiler.identity, *flags, headers.digest(source), source]
     made = COMPILED / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:40]}.so"

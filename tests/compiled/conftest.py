@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from compiled.caches import cache_of_the_run, compiled_once
 
-from fusedrnn._compile import cache
+from fusedrnn._compiler import library_cache
 
 __all__ = ["cache_of_the_run", "compiled_once"]  # fixtures
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache, which is not there yet; no setting of the caller counts."""
     for name in ("CXX", "FUSEDRNN_COMPILE", "FUSEDRNN_COMPILE_SECONDS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cache, "_process_folder", None)
+    monkeypatch.setattr(library_cache, "_process_folder", None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # forked processes clear up nothing
     path = tmp_path / "cache"
     monkeypatch.setenv("FUSEDRNN_CACHE", str(path))

@@ -12,7 +12,7 @@ from plain import operators_loop
 from torch import Tensor
 
 from fusedrnn import _library
-from fusedrnn._compile import operators
+from fusedrnn._compiler import program_operators
 from fusedrnn._ops import call_operator
 
 ZERO, ROWS, STEPS, KEEP = range(4)
@@ -71,7 +71,9 @@ class Call:
     def steps(self) -> int:
         """Of a chunk."""
         number = self.cell.number(self.dtype)
-        return operators.chunk(number, self.seq_len, self.batch, self.dtype, self.chunk, 0)[0]
+        return program_operators.chunk(number, self.seq_len, self.batch, self.dtype, self.chunk, 0)[
+            0
+        ]
 
     def to(self, dtype: torch.dtype) -> Call:
         lists = {name: [tensor.to(dtype) for tensor in getattr(self, name)] for name in TENSORS}

@@ -15,8 +15,8 @@ import torch
 from stage_library import HERE, TYPES, compiled, of_functions
 from torch import Tensor
 
-from fusedrnn._compile import operators
-from fusedrnn._compile.program import (
+from fusedrnn._compiler import program_operators
+from fusedrnn._compiler.program import (
     Array,
     Carry,
     In,
@@ -57,7 +57,7 @@ class Cell:
         if key not in _numbers:
             function = ctypes.cast(library(dtype)[f"stages_of_{self.name}"], ctypes.c_void_p).value
             assert function is not None
-            _numbers[key] = operators.add_program(self.program, function, dtype=dtype)
+            _numbers[key] = program_operators.add_program(self.program, function, dtype=dtype)
         return _numbers[key]
 
     @property

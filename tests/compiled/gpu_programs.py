@@ -17,8 +17,8 @@ from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import first_use, printing, ready
-from fusedrnn._compile.build import CannotBuild, Library
+from fusedrnn._compiler import pipeline, printing, ready
+from fusedrnn._compiler.build import CannotBuild, Library
 
 
 def emulate(patch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def take(
 
 
 def _print_for_gpus(patch: pytest.MonkeyPatch) -> None:
-    for module in (first_use, printing, ready):
+    for module in (pipeline, printing, ready):
         patch.setattr(module, "kind_of", lambda device: "cuda")
 
 
@@ -81,5 +81,5 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
 
 
 def ptxas_says(text: str, architecture: str) -> str:
-    """Of all kernels of a text, with the flags of fusedrnn._compile.build."""
+    """Of all kernels of a text, with the flags of fusedrnn._compiler.build."""
     return compiled(text, "-O3", f"-arch={architecture}", "-cubin", "-Xptxas=-v").said

@@ -19,13 +19,14 @@ import torch
 from compiled.plain import operators_loop
 from torch import Tensor
 
-from fusedrnn import _compile, _ops
-from fusedrnn._compile import ready, records, verify
-from fusedrnn._compile.cell import Printed
-from fusedrnn._compile.graphs import CannotStore
-from fusedrnn._compile.interpret import _Step
-from fusedrnn.recurrent import compiling, programs
-from fusedrnn.recurrent.program_steps import SEQUENCE, STATE
+from fusedrnn import _ops
+from fusedrnn._compiler import compiled_step, ready, records, verify
+from fusedrnn._compiler.compiled_step import Printed
+from fusedrnn._compiler.interpreter import _Step
+from fusedrnn._compiler.operation_graph import CannotStore
+from fusedrnn._recurrent import compiled_calls
+from fusedrnn._runtime import find_program, operator_arguments
+from fusedrnn._runtime.operator_arguments import SEQUENCE, STATE
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
@@ -38,10 +39,10 @@ def have_own_programs(patch: pytest.MonkeyPatch, backend: str = "") -> None:
     Args:
         backend: Or none that has been made at all, if this is empty.
     """
-    new = compiling._Steps(), WeakValueDictionary[Any, Any]()
+    new = compiled_calls._Steps(), WeakValueDictionary[Any, Any]()
     steps, known = _found.setdefault(backend, new) if backend else new
-    patch.setattr(compiling, "_steps", steps)
-    patch.setattr(programs, "_known", known)
+    patch.setattr(compiled_calls, "_steps", steps)
+    patch.setattr(find_program, "_known", known)
 
 
 @contextmanager
@@ -63,12 +64,13 @@ def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         have_own_programs(patch, "" if makes_all_anew else "interpreted")
-        patch.setattr(_compile, "operators", fake)
+        patch.setattr(operator_arguments, "program_operators", fake)
+        patch.setattr(compiled_step, "program_operators", fake)
         patch.setattr(ready, "with_library", with_library)
         patch.setattr(verify, "_by_operators", by_interpreter)
         # Programs of others have libraries, and these have none.
-        patch.setattr(programs, "_known", WeakValueDictionary())
-        patch.setattr(compiling, "_steps", compiling._Steps())
+        patch.setattr(find_program, "_known", WeakValueDictionary())
+        patch.setattr(compiled_calls, "_steps", compiled_calls._Steps())
         yield
 
 

@@ -32,9 +32,9 @@ from build_cases import (
 )
 from nvcc import needs_nvcc
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile import headers
-from fusedrnn._compile.build import build
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler import headers
+from fusedrnn._compiler.build import build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 

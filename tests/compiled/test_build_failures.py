@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from build_cases import ABI, EXPORT, GXX, lanes, refused, runs, script, text
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile.build import CannotBuild, build
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler.build import CannotBuild, build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from build_cases import GXX, built_elsewhere, give_away, in_child, lanes, runs, script, text
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile import cache
-from fusedrnn._compile.build import build
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler import library_cache
+from fusedrnn._compiler.build import build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
@@ -49,7 +49,7 @@ def test_a_damaged_library_is_built_anew(folder: Path, damage: str) -> None:
     DAMAGES[damage](path)
     library = build(text())
     assert library.path == path and not library.is_cached and lanes(library)
-    assert cache.is_whole(path)
+    assert library_cache.is_whole(path)
 
 
 def test_a_folder_in_the_place_of_a_library(folder: Path) -> None:
@@ -67,8 +67,8 @@ def test_a_library_that_others_can_change(folder: Path) -> None:
     built_elsewhere(f"other users can write to {path}")
     path.chmod(0o644)
     give_away(path)
-    with pytest.raises(cache.Unusable, match="belongs to another user"):
-        cache.is_whole(path)
+    with pytest.raises(library_cache.Unusable, match="belongs to another user"):
+        library_cache.is_whole(path)
 
 
 def test_a_library_that_is_in_use_is_not_replaced(

@@ -22,9 +22,9 @@ from build_cases import (
     text,
 )
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile import cache
-from fusedrnn._compile.build import CannotBuild, build
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler import library_cache
+from fusedrnn._compiler.build import CannotBuild, build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
@@ -32,19 +32,19 @@ Patch = pytest.MonkeyPatch
 
 
 def test_the_folder(tmp_path: Path, folder: Path, monkeypatch: Patch) -> None:
-    assert cache.wanted_folder() == folder
+    assert library_cache.wanted_folder() == folder
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("FUSEDRNN_CACHE", "~/mine")
-    assert cache.wanted_folder() == tmp_path / "home/mine"
+    assert library_cache.wanted_folder() == tmp_path / "home/mine"
     monkeypatch.setenv("FUSEDRNN_CACHE", "here/../there")
-    assert cache.wanted_folder() == tmp_path / "there"
+    assert library_cache.wanted_folder() == tmp_path / "there"
     monkeypatch.setenv("FUSEDRNN_CACHE", "")
-    assert cache.wanted_folder() == tmp_path / "home/.cache/fusedrnn"
+    assert library_cache.wanted_folder() == tmp_path / "home/.cache/fusedrnn"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.wanted_folder() == tmp_path / "home/.cache/fusedrnn"
+    assert library_cache.wanted_folder() == tmp_path / "home/.cache/fusedrnn"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.wanted_folder() == tmp_path / "xdg/fusedrnn"
+    assert library_cache.wanted_folder() == tmp_path / "xdg/fusedrnn"
 
 
 def test_folders_are_made_for_this_user_alone(folder: Path, monkeypatch: Patch) -> None:
@@ -76,13 +76,13 @@ def test_others_can_write_to_the_folder(folder: Path, mode: int) -> None:
 def test_a_group_of_one_user_is_no_other_user(folder: Path, monkeypatch: Patch) -> None:
     folder.mkdir()
     folder.chmod(0o775)
-    if not cache._is_own_group(folder.stat().st_gid):
+    if not library_cache._is_own_group(folder.stat().st_gid):
         pytest.skip("this user has no group of the same name")
     assert build(text()).path.parent == folder
-    user = cache.pwd.getpwuid(os.geteuid())
-    shared = cache.grp.struct_group((user.pw_name, "x", user.pw_gid, ["somebody"]))
-    monkeypatch.setattr(cache.grp, "getgrgid", lambda group: shared)
-    assert not cache._is_own_group(user.pw_gid)
+    user = library_cache.pwd.getpwuid(os.geteuid())
+    shared = library_cache.grp.struct_group((user.pw_name, "x", user.pw_gid, ["somebody"]))
+    monkeypatch.setattr(library_cache.grp, "getgrgid", lambda group: shared)
+    assert not library_cache._is_own_group(user.pw_gid)
 
 
 def test_others_can_exchange_the_folder(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -143,7 +143,7 @@ def test_a_home_that_is_read_only(folder: Path, readable: Path) -> None:
 
     def use() -> None:
         os.environ.update(HOME=str(readable / "home"), FUSEDRNN_CACHE="")
-        cache.tempfile.tempdir = str(readable / "temporary")
+        library_cache.tempfile.tempdir = str(readable / "temporary")
         built_elsewhere("Permission denied")
 
     as_another_user(use)
@@ -175,7 +175,7 @@ os.wait()
 
 def test_no_folder_at_all(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     tmp_path.chmod(0o777)
-    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(library_cache.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CannotBuild, match=r"the library cannot be stored: .*there is no temporary"):
         build(text())
 
@@ -239,6 +239,6 @@ def test_owners_in_a_container(monkeypatch: Patch) -> None:
     read = Path.read_text
     inside = {"/proc/self/uid_map": "1000 1000 1\n", "/proc/sys/kernel/overflowuid": "65534\n"}
     monkeypatch.setattr(Path, "read_text", lambda path: inside.get(str(path)) or read(path))
-    assert cache._trusted_users() == {0, os.geteuid(), 65534}
+    assert library_cache._trusted_users() == {0, os.geteuid(), 65534}
     inside["/proc/self/uid_map"] = "         0          0 4294967295\n"
-    assert cache._trusted_users() == {0, os.geteuid()}
+    assert library_cache._trusted_users() == {0, os.geteuid()}

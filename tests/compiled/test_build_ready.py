@@ -18,8 +18,8 @@ from build_cases import (
     text,
 )
 
-from fusedrnn._compile import build as building
-from fusedrnn._compile.build import build
+from fusedrnn._compiler import build as building
+from fusedrnn._compiler.build import build
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 

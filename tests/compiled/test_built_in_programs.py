@@ -7,7 +7,7 @@ import torch
 from built_in_cells import DTYPES, BuiltIn, by_layer
 from driver_calls import Call, found, random_call, resets
 
-from fusedrnn.cells import CELL_NAMES, Sizes
+from fusedrnn._cells import CELL_NAMES, Sizes
 
 SIZES = {"projected_lstm": Sizes(5, 12, 7, 8)}
 CELLS = {

@@ -35,7 +35,7 @@ from plain import loop
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._front import compiled_step
+from fusedrnn._front import traced_step
 
 H = 3
 F64 = torch.float64
@@ -51,13 +51,13 @@ def by_torch() -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that torch.compile has made in a test."""
-    made, graph = list[Any](), compiled_step.StepGraph
+    made, graph = list[Any](), traced_step.StepGraph
 
     def noted(module: Any) -> Any:
         made.append(graph(module))
         return made[-1]
 
-    monkeypatch.setattr(compiled_step, "StepGraph", noted)
+    monkeypatch.setattr(traced_step, "StepGraph", noted)
     return made
 
 
@@ -435,7 +435,7 @@ def test_training_and_evaluation_with_dropout() -> None:
 @pytest.mark.parametrize("shares", [True, False])
 def test_attributes_that_change_too_often(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one cell, or of one among others of its class."""
-    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    monkeypatch.setattr(traced_step, "MOST_TRACES", 2)
     torch._dynamo.reset()
 
     class One(Holds):

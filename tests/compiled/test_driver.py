@@ -26,7 +26,7 @@ from driver_calls import (
 from driver_cells import CELLS, NARROW, Cell, gru
 from layouts import strided
 
-from fusedrnn._compile import operators
+from fusedrnn._compiler import program_operators
 
 LENGTHS = {
     "none": None,
@@ -201,7 +201,7 @@ def test_chunk_sizes(cell: Cell) -> None:
     number = cell.number(torch.float64)
 
     def plan(*arguments: int) -> tuple[int, int, int]:
-        return operators.chunk(number, 1000, 16, torch.float64, *arguments)
+        return program_operators.chunk(number, 1000, 16, torch.float64, *arguments)
 
     steps, forward, backward = plan(0, 0)
     assert steps == 16 and 0 < forward < backward  # 256 rows

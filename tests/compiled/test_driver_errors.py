@@ -13,8 +13,8 @@ from driver_cells import CELLS
 from torch import Tensor
 
 from fusedrnn import _library
-from fusedrnn._compile import operators
-from fusedrnn._compile.program import In, Operand, Out, Phase, Program, Source, Stage
+from fusedrnn._compiler import program_operators
+from fusedrnn._compiler.program import In, Operand, Out, Phase, Program, Source, Stage
 
 GRU, LSTM, SAMPLE, NORM, OUTPUT, EMBED = (cell.program for cell in CELLS.values())
 
@@ -23,7 +23,7 @@ Form = TypeVar("Form", Program, Stage)
 
 
 def add(program: Program) -> int:
-    return operators.add_program(program, 1, dtype=torch.float32)  # no stage is ever called
+    return program_operators.add_program(program, 1, dtype=torch.float32)  # no stage is ever called
 
 
 def changed(whole: Form, part: str, index: int, **fields: Any) -> Form:
@@ -152,9 +152,9 @@ def test_random_numbers() -> None:
 
 def test_a_program_needs_stages() -> None:
     with pytest.raises(RuntimeError, match=r"^fusedrnn: a program needs the function"):
-        operators.add_program(GRU, 0, dtype=torch.float32)
+        program_operators.add_program(GRU, 0, dtype=torch.float32)
     with pytest.raises(TypeError, match=r"^fusedrnn: a program must be of a floating dtype"):
-        operators.add_program(GRU, 1, dtype=torch.int64)
+        program_operators.add_program(GRU, 1, dtype=torch.int64)
 
 
 def with_tensor(
@@ -336,4 +336,4 @@ def test_plans_of_wrong_sizes() -> None:
         (-1, 7, 4, torch.float64, 0, 0): "there is no program -1",
     }.items():
         with pytest.raises(RuntimeError, match=f"^fusedrnn: .*{reason}"):
-            operators.chunk(*arguments)
+            program_operators.chunk(*arguments)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compile import operators, ready
+from fusedrnn._compiler import program_operators, ready
 
 SMOOTH = [case for case in SEVERAL if not case.is_discrete]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -150,13 +150,13 @@ def test_a_program_runs_only_where_its_library_does(monkeypatch: pytest.MonkeyPa
     known = _library.operators
     cell, x = torch.nn.RNNCell(3, 3), torch.zeros(2, 1, 3)
     numbers = []
-    add = operators.add_program
+    add = program_operators.add_program
 
     def adding(*args: Any, **named: Any) -> int:
         numbers.append(add(*args, **named))
         return numbers[-1]
 
-    monkeypatch.setattr(operators, "add_program", adding)
+    monkeypatch.setattr(program_operators, "add_program", adding)
     fusedrnn.Recurrent(cell, compile="require")(x)
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)

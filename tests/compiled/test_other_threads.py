@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import calls, compiling, programs
+from fusedrnn._recurrent import compiled_calls, layer_call
+from fusedrnn._runtime import find_program
 
 T, B, H = 5, 3, 6
 
@@ -23,8 +24,8 @@ T, B, H = 5, 3, 6
 @pytest.fixture(autouse=True)
 def _threads_change_often(folder: Path) -> Iterator[None]:
     """And nothing is compiled before."""
-    programs._known.clear()
-    compiling._steps = compiling._Steps()
+    find_program._known.clear()
+    compiled_calls._steps = compiled_calls._Steps()
     torch._dynamo.reset()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -250,7 +251,7 @@ def test_calls_beside_a_first_use() -> None:
         return look
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls.InPython, "take", None)
+        patch.setattr(layer_call.InPython, "take", None)
         with looked_at(rnn.cell, calling, calling):
             for other in (Other, Cell):
                 made = fusedrnn.Recurrent(other().eval(), compile="require")(x, STATE)[0]
@@ -275,8 +276,8 @@ def test_counts_of_torch_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> 
         runs.append(run_program(*args))
         return runs[-1]
 
-    run_program = compiling.run_program
-    monkeypatch.setattr(compiling, "run_program", run_beside)
+    run_program = compiled_calls.run_program
+    monkeypatch.setattr(compiled_calls, "run_program", run_beside)
     monkeypatch.setattr(
         torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", of_another_thread
     )
@@ -321,4 +322,4 @@ def test_first_calls_at_once(folder: Path) -> None:
     for i, rnn in enumerate(rnns):
         plain = fusedrnn.Recurrent(rnn.cell, compile="never")
         torch.testing.assert_close(found[i], gradients(plain(x, STATE), weights[i]))
-    assert len(list(folder.glob("*.so"))) == len({id(p) for p in programs._known.values()}) == 2
+    assert len(list(folder.glob("*.so"))) == len({id(p) for p in find_program._known.values()}) == 2

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES
-from fusedrnn._compile import ready
-from fusedrnn._compile.outside import Outside
-from fusedrnn.recurrent import program_parts
+from fusedrnn._compiler import ready
+from fusedrnn._compiler.call_weights import Outside
+from fusedrnn._runtime import sequence_parts
 
 T, B, H = 4, 3, 16
 
@@ -153,8 +153,8 @@ def test_weights_that_are_computed(
         return [y, last, *torch.autograd.grad(loss, trained)]
 
     if way == "parts":
-        monkeypatch.setattr(program_parts, "_LEAST_STEPS", 2)
-        monkeypatch.setattr(program_parts, "_LEAST_ROWS", 2)
+        monkeypatch.setattr(sequence_parts, "_LEAST_STEPS", 2)
+        monkeypatch.setattr(sequence_parts, "_LEAST_ROWS", 2)
     exact = run(copy.deepcopy(cell).double(), "never")
     for ours, eager, one in zip(run(cell, "require"), run(cell, "never"), exact, strict=True):
         ours, eager, one = ours.detach(), eager.detach(), one.detach()

@@ -17,7 +17,7 @@ from recurrent.test_distributed import check_two_processes, needs_distributed
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._front import compiled_step
+from fusedrnn._front import traced_step
 
 T, B, H = 6, 4, 5
 
@@ -127,7 +127,7 @@ def test_forks_while_another_thread_traces(seconds: float, monkeypatch: pytest.M
     """The fork waits for it, or the child has a lock of its own."""
     from torch._dynamo import convert_frame
 
-    monkeypatch.setattr(compiled_step, "_LONGEST_WAIT", 1.0)
+    monkeypatch.setattr(traced_step, "_LONGEST_WAIT", 1.0)
     module, x = Model().bfloat16(), rows().bfloat16()
     has_lock = threading.Event()
 

@@ -16,8 +16,8 @@ from driver_calls import SEED, Call, expected, random_call, resets
 from driver_cells import CELLS, library
 from torch import Tensor
 
-from fusedrnn._compile import operators
-from fusedrnn._compile.program import numbers_of
+from fusedrnn._compiler import program_operators
+from fusedrnn._compiler.program import numbers_of
 
 GRU = CELLS["gru"]
 Sides = list[tuple[int, int, bool, int, int]]
@@ -34,7 +34,7 @@ def add(cell: Any, dtype: torch.dtype, *recipes: Any) -> int:
     function = ctypes.cast(library(dtype)[f"stages_of_{cell.name}"], ctypes.c_void_p).value
     assert function is not None
     numbers = list(numbers_of((*shapes, *recipes)))
-    return operators.add_program(form, function, dtype=dtype, constants=numbers)
+    return program_operators.add_program(form, function, dtype=dtype, constants=numbers)
 
 
 def as_they_are(call: Call) -> tuple[list[int], list[Any], list[Any]]:
@@ -46,7 +46,7 @@ def as_they_are(call: Call) -> tuple[list[int], list[Any], list[Any]]:
 
 def forward(number: int, call: Call, constants: Sequence[Tensor], **changes: Any) -> list[Tensor]:
     options = arguments(number, call, constants) | changes
-    return operators.call(*options.values())
+    return program_operators.call(*options.values())
 
 
 def arguments(number: int, call: Call, constants: Sequence[Tensor]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def backward(
         "needs": [*needs, *wanted],
         "is_part": False,
     }
-    return operators.call_backward(*(first | options | (changes or {})).values())
+    return program_operators.call_backward(*(first | options | (changes or {})).values())
 
 
 @pytest.mark.parametrize("name", list(CELLS))
@@ -335,9 +335,9 @@ def test_wrong_calls(change: Callable[[dict[str, Any]], dict[str, Any]], reason:
     made = [*call.weights, *call.vectors]
     number = add(GRU, torch.float64, *as_they_are(call))
     options = arguments(number, call, made)
-    results = operators.call(*options.values())
+    results = program_operators.call(*options.values())
     with pytest.raises(RuntimeError, match=f"fusedrnn: .*({reason})"):
-        operators.call(*(options | change(options)).values())
+        program_operators.call(*(options | change(options)).values())
     changes = change(options)
     more = {}
     if "tensors" in changes:
@@ -383,7 +383,7 @@ def test_a_program_without_recipes() -> None:
     call = random_call(GRU)
     function = ctypes.cast(library(torch.float64)["stages_of_gru"], ctypes.c_void_p).value
     assert function is not None
-    number = operators.add_program(GRU.program, function, dtype=torch.float64)
+    number = program_operators.add_program(GRU.program, function, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="fusedrnn: nobody has said"):
         forward(number, call, [*call.weights, *call.vectors])
 
@@ -447,4 +447,6 @@ def test_shapes_that_are_none() -> None:
     assert function is not None
     for numbers in ([1], [0, 0], [1, 1, 4, 1, 1, 5], [1, 2, -1, -5, 1, 1, 5], [1, 1, 5]):
         with pytest.raises(RuntimeError, match="fusedrnn: "):
-            operators.add_program(GRU.program, function, dtype=torch.float64, constants=numbers)
+            program_operators.add_program(
+                GRU.program, function, dtype=torch.float64, constants=numbers
+            )

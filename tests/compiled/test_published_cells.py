@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
+from fusedrnn._runtime import cuda_graphs
 
 T, B = 5, 3
 SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "ForumCell", "dict state", "PlaNet")]
@@ -447,7 +447,7 @@ def check_random_call(seed: int, backend: str, **options: Any) -> None:
 )
 def test_random_calls_by_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps in Python. The second call is the first one that records."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Repeated)
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
     for _ in range(2):
         check_random_call(seed, IN_PYTHON, cuda_graphs=True)

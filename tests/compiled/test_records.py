@@ -24,18 +24,19 @@ from torch.utils import _pytree as pytree
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES, Case
-from fusedrnn._compile import (
+from fusedrnn._compiler import (
     build,
-    cache,
-    first_use,
-    graphs,
+    library_cache,
+    operation_graph,
+    pipeline,
     printing,
     ready,
     records,
+    unused_results,
     verify,
-    without,
 )
-from fusedrnn.recurrent import compiling, programs
+from fusedrnn._recurrent import compiled_calls
+from fusedrnn._runtime import find_program
 
 T, B, H = 4, 3, 8
 
@@ -54,7 +55,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         monkeypatch.setattr(module, name, call)
 
-    noted(first_use, "trace")
+    noted(pipeline, "trace")
     noted(printing, "derive")
     yield found
 
@@ -75,8 +76,8 @@ class Scaled(nn.Module):
 
 def forget() -> None:
     """What this process knows of steps, as if it was another one."""
-    programs._known.clear()
-    compiling._steps = compiling._Steps()
+    find_program._known.clear()
+    compiled_calls._steps = compiled_calls._Steps()
     torch._dynamo.reset()  # or else numbers that once were others are inputs
 
 
@@ -276,7 +277,7 @@ def test_a_record_is_of_one_kind_of_device(
         texts.append(text)
         raise build.CannotBuild("it has been taken")
 
-    for module in (first_use, printing, ready):
+    for module in (pipeline, printing, ready):
         monkeypatch.setattr(module, "kind_of", lambda device: "cuda")
     monkeypatch.setattr(ready, "build", taken)
     with pytest.raises(RuntimeError, match="it has been taken"):
@@ -376,12 +377,12 @@ def _damage(record: Path, line: str) -> None:
     """By one of these lines."""
     if line in DAMAGED_FILES:
         return exec(line, globals(), {"file": record})
-    stored = json.loads(cache.read(record) or b"")
+    stored = json.loads(library_cache.read(record) or b"")
     graphs = json.loads(stored["graphs"])
     exec(line, globals(), {"stored": stored, "graphs": graphs})
     if "graphs" in stored:
         stored["graphs"] = json.dumps(graphs)
-    cache.write(record, json.dumps(stored).encode())
+    library_cache.write(record, json.dumps(stored).encode())
 
 
 def damages() -> Iterator[Any]:
@@ -484,19 +485,19 @@ def test_programs_without_unused_results(
 ) -> None:
     """They have records of their own, which say, too, what has no gradient."""
     found: list[bool] = []
-    make = without.lowered_without
+    make = unused_results.lowered_without
 
     def noted(*given: Any) -> Any:
         made = make(*given)
         found.append(made[0] is not None)
         return made
 
-    monkeypatch.setattr(without, "lowered_without", noted)
+    monkeypatch.setattr(unused_results, "lowered_without", noted)
     first = _of_one_output(is_bounded)
     assert found == [not is_bounded]
     assert [value is None for value in first] == [*[False] * 4, True, True]
     for record in steps(folder):
-        stored = json.loads(cache.read(record) or b"")
+        stored = json.loads(library_cache.read(record) or b"")
         whole = json.loads(stored["graphs"])["module"] is not None
         if damage and not whole and stored["printed"]:
             _damage(record, damage)
@@ -518,8 +519,8 @@ def test_folders_that_cannot_be_used(folder: Path, traces: list[str]) -> None:
 
 def test_graphs_with_other_code_are_not_stored() -> None:
     for function in (lambda x: x + 1, lambda x: x.sin()):
-        with pytest.raises(graphs.CannotStore):
-            graphs.to_json(torch.fx.symbolic_trace(function))
+        with pytest.raises(operation_graph.CannotStore):
+            operation_graph.to_json(torch.fx.symbolic_trace(function))
 
 
 PROGRAM = """
@@ -537,10 +538,10 @@ class Cell(torch.nn.GRUCell):
         return super().forward(x, h) if "gates" in self.parts and "a" in {"a", "b", "c"} else x
 
 rnn = fusedrnn.Recurrent(Cell(4, 4), compile="require")
-print(imported("torch._dynamo", "fusedrnn._front", "fusedrnn._compile.first_use"), end=" ")
+print(imported("torch._dynamo", "fusedrnn._front", "fusedrnn._compiler.pipeline"), end=" ")
 y, _ = rnn(torch.randn(3, 2, 4))
 y.sum().backward()
-print(imported(*("fusedrnn._compile." + name for name in ("lower", "derive", "decompositions"))),
+print(imported(*("fusedrnn._compiler." + name for name in ("lower", "derive", "decompositions"))),
       imported("torch._inductor.graph"), "cached" in rnn.explain(torch.randn(3, 2, 4)).program)
 """
 
@@ -615,6 +616,6 @@ def test_programs_hold_no_weights(folder: Path, dtype: torch.dtype) -> None:
         forget()
         rnn = fusedrnn.Recurrent(Scaled().to(dtype), compile="require")
         rnn(torch.zeros(T, B, H, dtype=dtype), torch.zeros(B, H, dtype=dtype))
-        (program,) = programs._known.values()
+        (program,) = find_program._known.values()
         traced = program.made().plan.lowered.traced
         assert all(traced.values[node].is_meta for node in traced.constants)

@@ -31,9 +31,9 @@ from numpy.random import default_rng
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._compile import verify
-from fusedrnn._front import compiled_step
-from fusedrnn._front.reasons import reason_of
+from fusedrnn._compiler import verify
+from fusedrnn._front import traced_step
+from fusedrnn._front.torch_refusals import reason_of
 
 H = 5
 ZEROS = torch.zeros(2, H, dtype=torch.float64)
@@ -129,7 +129,7 @@ def refused_first(cell: nn.Module) -> str:
     reasons = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="must match"):
         patch.setattr(
-            compiled_step, "reason_of", lambda e: reasons.append(reason_of(e)) or reasons[-1]
+            traced_step, "reason_of", lambda e: reasons.append(reason_of(e)) or reasons[-1]
         )
         fusedrnn.Recurrent(cell)(torch.randn(3, 2, H), torch.zeros(2, H))
     return reasons[0]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn._front.compiled_step import CompiledStep
+from fusedrnn._front.traced_step import CompiledStep
 
 H = 4
 F64 = torch.float64
@@ -210,9 +210,9 @@ def test_attributes_decide(traces: list[CompiledStep]) -> None:
 
 def test_more_traces_than_torch_compile_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each module then has its own, and after these its steps are taken in Python."""
-    from fusedrnn._front import compiled_step
+    from fusedrnn._front import traced_step
 
-    monkeypatch.setattr(compiled_step, "MOST_TRACES", 2)
+    monkeypatch.setattr(traced_step, "MOST_TRACES", 2)
     cell, (x, h) = new_class()(), given()
     cell.scale = None  # type: ignore[assignment]
 

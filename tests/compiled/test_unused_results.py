@@ -13,7 +13,7 @@ from plain import loop
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import program_function
+from fusedrnn._runtime import program_autograd
 
 T, B, H = 4, 2, 3
 
@@ -220,13 +220,13 @@ def test_integers_behind_ends_are_not_looked_at(pad: int) -> None:
 
 def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    make = program_function.without_unused
+    make = program_autograd.without_unused
 
     def noted(program: object, *given: object) -> object:
         calls.append(make(program, *given))  # type: ignore[arg-type]
         return calls[-1]
 
-    monkeypatch.setattr(program_function, "without_unused", noted)
+    monkeypatch.setattr(program_autograd, "without_unused", noted)
     cell = Watched()
     x, state = given(zeros=True)
     with interpreted():
@@ -243,8 +243,8 @@ def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_none_can_be_built_steps_are_taken_in_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fusedrnn._compile import without
-    from fusedrnn._compile.trace import CannotCompile
+    from fusedrnn._compiler import unused_results
+    from fusedrnn._compiler.trace import CannotCompile
 
     def fail(*_: object) -> None:
         raise CannotCompile("for this test")
@@ -255,7 +255,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
     with interpreted(makes_all_anew=True):
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
-        monkeypatch.setattr(without, "without", fail)
+        monkeypatch.setattr(unused_results, "without", fail)
         with pytest.warns(UserWarning, match="of some results"):
             found = torch.autograd.grad(
                 y.sum(), [*state, *cell.linear.parameters()], allow_unused=True

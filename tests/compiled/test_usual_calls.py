@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import usual_calls
+from fusedrnn._recurrent import repeated_calls
 
 H = 4
 
@@ -44,14 +44,14 @@ def sequence(*sizes: int) -> Tensor:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether a call that might have been usual was."""
     found: list[bool] = []
-    run = usual_calls.UsualCalls.run
+    run = repeated_calls.UsualCalls.run
 
     def noted(self: Any, *given: Any) -> Any:
         made = run(self, *given)
         found.append(made[0] is not None)
         return made
 
-    monkeypatch.setattr(usual_calls.UsualCalls, "run", noted)
+    monkeypatch.setattr(repeated_calls.UsualCalls, "run", noted)
     return found
 
 

@@ -5,7 +5,7 @@ from cases import allow_tf32
 from emulator import emulated_operators, seeded_operators, use
 from emulator.persistent import FLAGS, PACKETS
 
-from fusedrnn import tuning
+from fusedrnn import _tuning as tuning
 
 # What the emulation counts.
 COUNTS = (

@@ -14,7 +14,7 @@ from emulator import FOLDER, SANITIZED
 from layouts import shifted
 
 import fusedrnn
-from fusedrnn import tuning
+from fusedrnn import _tuning as tuning
 
 # Ten chunks and a short one; widths with and without whole groups of four.
 LONG = Case(seq_len=41, batch=3, hidden_size=12, latent_size=6, chunk_size=4, dtype=torch.float32)

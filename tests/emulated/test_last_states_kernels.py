@@ -9,8 +9,8 @@ from checks import assert_same
 from last_states_cases import Stacked, in_parts, layer_by_layer
 
 from fusedrnn import _helpers
+from fusedrnn._cells import CELLS
 from fusedrnn._ops import LayerTensors
-from fusedrnn.cells import CELLS
 
 REPLAY, OVERLAP = _helpers.TUNING["replay"], _helpers.TUNING["overlap"]
 FORWARD, BACKWARD = "persistent_forward", "persistent_backward"

@@ -20,7 +20,8 @@ from cases import MASKED, Case, relative_errors, truth
 from checks import allocations, assert_no_worse, assert_same
 
 import fusedrnn
-from fusedrnn import _helpers, tuning
+from fusedrnn import _helpers
+from fusedrnn import _tuning as tuning
 
 FORWARD, BACKWARD = "persistent_forward", "persistent_backward"
 BASE = Case("gru", 7, 9, 5, 17, 9, chunk_size=2, dtype=torch.bfloat16)

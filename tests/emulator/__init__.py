@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from builds import Build
 
-from fusedrnn import _library, _plans, tuning
+from fusedrnn import _library, _plans
+from fusedrnn import _tuning as tuning
 
 from .seeded_bugs import seeded_sources
 

@@ -15,7 +15,9 @@ from last_states_cases import Stacked, in_parts
 from layouts import shifted
 
 import fusedrnn
-from fusedrnn import _helpers, _library, cells, tuning
+from fusedrnn import _cells as cells
+from fusedrnn import _helpers, _library
+from fusedrnn import _tuning as tuning
 
 DTYPES = [torch.float32, torch.bfloat16]  # other dtypes run their code
 # Replayed chunks and a short one; groups of four numbers that are whole, broken, and the least.

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn.recurrent.compiling import Compiling, NoProgram
+from fusedrnn._recurrent.compiled_calls import Compiling, NoProgram
 
 from . import Outcome, step_tricks
 from .step_calls import Call

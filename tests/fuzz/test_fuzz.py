@@ -50,8 +50,8 @@ def test_random_steps_are_wrong_without_verification(monkeypatch):
 
     The compiler has a fault: what is detached keeps its derivative.
     """
-    monkeypatch.setattr("fusedrnn._compile.trace.stop", lambda tensor: tensor.clone())
-    monkeypatch.setattr("fusedrnn._compile.first_use.verify", lambda *given: None)
+    monkeypatch.setattr("fusedrnn._compiler.trace.stop", lambda tensor: tensor.clone())
+    monkeypatch.setattr("fusedrnn._compiler.pipeline.verify", lambda *given: None)
     monkeypatch.setattr(steps, "BUILT", 10**9)
     monkeypatch.setattr(steps, "TRICKS", {steps.step_tricks.without_gradient: 1})
     kinds = (kind for case in range(1, 20) for kind, _ in steps.Trial(case).judged()[2])

@@ -21,7 +21,8 @@ from flat_weights import assert_flat
 from torch import nn
 
 import fusedrnn
-from fusedrnn import reference, tuning
+from fusedrnn import _tuning as tuning
+from fusedrnn import reference
 
 pytestmark = pytest.mark.cuda
 

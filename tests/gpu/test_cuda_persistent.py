@@ -23,7 +23,7 @@ from speed_sizes import CELLS, SMALL_SIZES, SPEED_SIZES, tf32_allowed
 from tf32 import rounded_truth
 
 import fusedrnn
-from fusedrnn import tuning
+from fusedrnn import _tuning as tuning
 
 pytestmark = pytest.mark.cuda
 

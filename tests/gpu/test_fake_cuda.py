@@ -19,7 +19,9 @@ from layouts import shifted, transposed, with_gaps, with_wide_rows
 from speed_sizes import CELLS
 
 import fusedrnn
-from fusedrnn import _ops, checks, reference, tuning
+from fusedrnn import _checks as checks
+from fusedrnn import _ops, reference
+from fusedrnn import _tuning as tuning
 
 pytestmark = pytest.mark.slow  # compiles all of csrc/cuda
 

@@ -363,7 +363,7 @@ assert all(p.grad is not None and p.grad.isfinite().all() for p in rnn.parameter
 BUILD = """
 import os, sys
 os.environ["FUSEDRNN_CACHE"] = sys.argv[1]
-from fusedrnn._compile import build, headers
+from fusedrnn._compiler import build, headers
 print(headers.folder(), build.build('''
 #include "program/stage_loop.h"
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -3,7 +3,8 @@
 import pytest
 from recorders import Repeated
 
-from fusedrnn.recurrent import calls, graphs
+from fusedrnn._recurrent import layer_call
+from fusedrnn._runtime import cuda_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +15,7 @@ def _steps_in_python(monkeypatch):
 @pytest.fixture
 def recorder(monkeypatch):
     """Records what a CUDA graph would, on the CPU; counts from 0."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Repeated)
+    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Repeated)
     Repeated.count = Repeated.replays = 0
-    calls.have_run.clear()
+    layer_call.have_run.clear()
     return Repeated

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from fusedrnn._single_steps.held_modules import held_by
 from loops import F64, By, check_same, double, scan_loop
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent.closures import held_by
 
 T, B, H = 5, 3, 4
 

@@ -15,7 +15,7 @@ from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent.calls import memory_of
+from fusedrnn._recurrent.layer_call import memory_of
 
 T, B, H = 12, 3, 4
 

@@ -20,7 +20,7 @@ from compiled.plain import loss_of
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._compile import first_use
+from fusedrnn._compiler import pipeline
 
 T, B, H = 9, 4, 6
 KINDS = ["ddp", "fsdp"]
@@ -169,8 +169,8 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 def test_replicas_as_in_data_parallel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold plain tensors that are not leaves, as attributes, and each call has others."""
     monkeypatch.setenv("FUSEDRNN_COMPILE", "1")
-    traced, new = [], first_use._FirstUse.new
-    monkeypatch.setattr(first_use._FirstUse, "new", lambda use: (traced.append(use), new(use))[1])
+    traced, new = [], pipeline._FirstUse.new
+    monkeypatch.setattr(pipeline._FirstUse, "new", lambda use: (traced.append(use), new(use))[1])
     torch.manual_seed(0)
     with interpreted(makes_all_anew=True):
         rnn: Any = WAYS[way]().double()

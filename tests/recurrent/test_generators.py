@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from fusedrnn._single_steps.noise import Seed
 from loops import By, Unseen, generator
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, Gamma
 from torch.nn import functional as F
 
 import fusedrnn
-from fusedrnn.recurrent.noise import Seed
-from fusedrnn.recurrent.runs import Run
+from fusedrnn._runtime.loop_run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 T, B, H = 7, 3, 4

@@ -25,7 +25,7 @@ from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
+from fusedrnn._runtime import cuda_graphs
 
 pytestmark = [pytest.mark.usefixtures("recorder"), pytest.mark.filterwarnings("error:fusedrnn")]
 H = 4
@@ -236,8 +236,8 @@ def test_reasons_of_calls(recorder: type[Repeated]) -> None:
     rnn = fusedrnn.Recurrent(nn.GRUCell(H, H), cuda_graphs=True)
     assert "fewer than 3 whole chunks" in rnn.explain(torch.randn(8, 3, H)).record_reason
     rnn(torch.randn(4, 3, H))
-    del graphs.RECORDERS["cpu"]
+    del cuda_graphs.RECORDERS["cpu"]
     assert rnn.explain(torch.randn(9, 3, H)).record_reason == "the input is on cpu"
-    graphs.RECORDERS["cpu"] = recorder
+    cuda_graphs.RECORDERS["cpu"] = recorder
     with pytest.raises(TypeError, match="cuda_graphs must be a bool"):
         fusedrnn.Recurrent(nn.GRUCell(H, H), cuda_graphs="yes")  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn.recurrent import graphs
-from fusedrnn.recurrent.backward import Backward
+from fusedrnn._runtime import cuda_graphs
+from fusedrnn._runtime.loop_backward import Backward
 
 T = TypeVar("T")
 H = 4
@@ -39,7 +39,7 @@ class Failing(Repeated):
 
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Failing]]:
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Failing)
+    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Failing)
     Failing.count = Failing.replays = 0
     Failing.errors = []
     with warnings.catch_warnings():
@@ -109,7 +109,7 @@ def test_errors_of_the_step(
     rnn, x, h = fusedrnn.Recurrent(By(step), cuda_graphs=True), torch.randn(16, 3, H), START.float()
     with torch.no_grad():
         rnn(x, h)
-        monkeypatch.setitem(graphs.RECORDERS, "cpu", Spoiling)
+        monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Spoiling)
         if fails_alone:
             with pytest.raises(KeyError, match="a word"):
                 rnn(x, h)
@@ -117,7 +117,7 @@ def test_errors_of_the_step(
             with pytest.warns(UserWarning, match="without CUDA graphs.*raises KeyError: 'a word'"):
                 rnn(x, h)
         is_failing = False
-        monkeypatch.setitem(graphs.RECORDERS, "cpu", recorder)
+        monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", recorder)
         rnn(x, h)
         assert recorder.count == fails_alone
         assert rnn.explain(x, h).is_recorded == fails_alone
@@ -184,7 +184,7 @@ def test_nothing_waits_for_the_garbage_collector(
             super().__init__(device)
             alive.add(self)
 
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", Seen)
+    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Seen)
     cell = nn.GRUCell(H, H, dtype=F64)
     rnn = fusedrnn.Recurrent(cell, cuda_graphs=has_graphs)
     x = double(16, 3, H)
@@ -266,13 +266,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *_: None, raising=False)
-    monkeypatch.setattr(graphs, "_free_places", {})
-    monkeypatch.setattr(graphs, "_failed", [])
+    monkeypatch.setattr(cuda_graphs, "_free_places", {})
+    monkeypatch.setattr(cuda_graphs, "_failed", [])
     return fake
 
 
-def made() -> graphs.CudaGraph:
-    return graphs.CudaGraph(torch.device("cpu"))
+def made() -> cuda_graphs.CudaGraph:
+    return cuda_graphs.CudaGraph(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("is_broken", [True, False])
@@ -287,8 +287,8 @@ def test_the_first_error_of_a_recording_is_the_reason(is_broken: bool, cuda: Fak
         with pytest.raises(ValueError, match="not permitted"):
             made().record(fails)
         assert not cuda.pools
-        assert not any(graphs._free_places.values())
-    assert len(graphs._failed) == 2 * is_broken
+        assert not any(cuda_graphs._free_places.values())
+    assert len(cuda_graphs._failed) == 2 * is_broken
     assert made().record(lambda: 5) == 5
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from cases import DTYPES
 
-from fusedrnn import call
+from fusedrnn import _call as call
 
 from . import CELLS, Row, Scale, masked, module_of
 from .wrong_calls import failure_of, wrong_calls

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedrnn import _ops
-from fusedrnn._draws import _words, philox_normal
 from fusedrnn._ops import NORMAL, UNIFORM
+from fusedrnn._philox import _words, philox_normal
 
 F64 = torch.float64
 DTYPES = [torch.float32, F64, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ from cases import relative_errors
 from last_states_cases import Stacked, all_needed, in_parts, layer_by_layer
 
 from fusedrnn import _library, _ops
-from fusedrnn.cells import CELLS
+from fusedrnn._cells import CELLS
 
 MASKS = ["", "lengths", "packed", "reset", "lengths reset", "packed reset"]
 CASES = [Stacked(cell=cell, mask=mask) for cell in CELLS for mask in MASKS]

@@ -88,7 +88,7 @@ def test_resets_of_packed_rows(device, cell, options):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_packed_rows_of_persistent_kernels(emulator, monkeypatch, cell, overlap):
-    monkeypatch.setattr(fusedrnn.tuning.switches, "overlap_chunks", overlap)
+    monkeypatch.setattr(fusedrnn._tuning.switches, "overlap_chunks", overlap)
     emulator.control(False, "", multiprocessors=132)
     options = {"bidirectional": True, "chunk_size": 4}
     packed, padded = both(cell, options, LENGTHS[1], torch.bfloat16, reset=True)

@@ -9,9 +9,9 @@ from last_states_cases import Stacked
 from torch.autograd import forward_ad
 
 from bench.clock import measure_memory
-from fusedrnn import _ops, _replay
+from fusedrnn import _ops, _plain_layer
 from fusedrnn._ops import LayerTensors
-from fusedrnn._replay import Variables
+from fusedrnn._plain_layer import Variables
 
 CELLS = ["gru", "lstm", "projected_lstm", "stochastic_gru"]
 OPTIONS = [
@@ -127,7 +127,7 @@ def test_layer_and_its_gradients_are_those_of_the_operator(cell, options):
     call, tensors = case(cell, options)
     leaves, rebuilt = leaves_of(tensors)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    results = _replay.layer(call, rebuilt(leaves))
+    results = _plain_layer.layer(call, rebuilt(leaves))
     with torch.no_grad():
         expected = _ops.forward(call, tensors, save_gates=False)
     assert results[2].shape == expected.c_n.shape
@@ -146,11 +146,11 @@ def test_tangents_and_second_order_are_those_of_autograd(cell, options):
     directions = random_like(leaves)
 
     def run(*flat):
-        return tuple(results_of(cell, _replay.layer(call, rebuilt(flat))))
+        return tuple(results_of(cell, _plain_layer.layer(call, rebuilt(flat))))
 
     _, expected = torch.func.jvp(run, tuple(leaves), tuple(directions))
     named = variables_of(tensors, directions)
-    assert_close(results_of(cell, _replay.tangents(call, tensors, named)), expected)
+    assert_close(results_of(cell, _plain_layer.tangents(call, tensors, named)), expected)
 
     leaves = [leaf.requires_grad_() for leaf in leaves]
     results = run(*leaves)
@@ -160,7 +160,7 @@ def test_tangents_and_second_order_are_those_of_autograd(cell, options):
     second = torch.autograd.grad(product, leaves)
     with torch.no_grad():
         grads = (*cotangents, None)[:3]
-        found, gradients = _replay.second_order(call, tensors, grads, named)
+        found, gradients = _plain_layer.second_order(call, tensors, grads, named)
     assert_close(results_of(cell, found), expected)
     assert_close(flat_of(gradients), second)
 
@@ -173,10 +173,10 @@ def test_what_is_none_is_zero(cell):
     directions[0] = torch.randn_like(directions[0])
     zeros = variables_of(tensors, directions)
     nones = Variables(directions[0], None, [None] * len(tensors.weights))
-    output = torch.randn_like(_replay.layer(call, tensors)[0])
+    output = torch.randn_like(_plain_layer.layer(call, tensors)[0])
     every = (output, torch.zeros_like(tensors.hx), None)
-    expected = _replay.second_order(call, tensors, every, zeros)
-    found = _replay.second_order(call, tensors, (output, None, None), nones)
+    expected = _plain_layer.second_order(call, tensors, every, zeros)
+    found = _plain_layer.second_order(call, tensors, (output, None, None), nones)
     assert_close(results_of(cell, found[0]), results_of(cell, expected[0]))
     assert_close(flat_of(found[1]), flat_of(expected[1]))
 
@@ -187,14 +187,14 @@ def test_third_order(cell, options):
     call, tensors = case(cell, options, steps=3)
     leaves, rebuilt = leaves_of(tensors)
     directions = random_like(leaves)
-    results = results_of(cell, _replay.layer(call, tensors))
+    results = results_of(cell, _plain_layer.layer(call, tensors))
     cotangents = random_like(results)
     count, given = len(leaves), [*leaves, *directions, *cotangents]
     inputs = [t.requires_grad_() for t in given]
 
     def run(*flat):
         flat, named, grads = flat[:count], flat[count : 2 * count], flat[2 * count :]
-        found, gradients = _replay.second_order(
+        found, gradients = _plain_layer.second_order(
             call, rebuilt(flat), (*grads, None)[:3], variables_of(tensors, named)
         )
         return (*results_of(cell, found), *flat_of(gradients))
@@ -207,10 +207,10 @@ def test_under_vmap_and_levels_of_forward_mode(cell):
     call, tensors = case(cell, "both lengths reset")
     leaves, rebuilt = leaves_of(tensors)
     directions = [torch.stack(random_like([leaf] * 2)) for leaf in leaves]
-    cotangents = random_like(results_of(cell, _replay.layer(call, tensors)))
+    cotangents = random_like(results_of(cell, _plain_layer.layer(call, tensors)))
 
     def run(flat, named):
-        found, gradients = _replay.second_order(
+        found, gradients = _plain_layer.second_order(
             call, rebuilt(flat), (*cotangents, None)[:3], variables_of(tensors, named)
         )
         return (*results_of(cell, found), *flat_of(gradients))
@@ -239,13 +239,13 @@ def test_dtypes(cell, dtype):
     leaves, rebuilt = leaves_of(tensors)
     exact = rebuilt([leaf.double() for leaf in leaves])
     directions = random_like(leaves)
-    cotangents = random_like(results_of(cell, _replay.layer(call, tensors)))
+    cotangents = random_like(results_of(cell, _plain_layer.layer(call, tensors)))
     results = []
     for given, to in ((tensors, dtype), (exact, torch.float64)):
         named = variables_of(tensors, [d.to(to) for d in directions])
         grads = (*(c.to(to) for c in cotangents), None)[:3]
-        found, gradients = _replay.second_order(call, given, grads, named)
-        results.append([*_replay.layer(call, given), *found, *flat_of(gradients)])
+        found, gradients = _plain_layer.second_order(call, given, grads, named)
+        results.append([*_plain_layer.layer(call, given), *found, *flat_of(gradients)])
     assert all(t.dtype == dtype for t in results[0])
     bound = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
     for found, expected in zip(*results, strict=True):
@@ -259,8 +259,8 @@ def test_memory_of_second_order_grows_less_than_linearly(cell):
         call, tensors = case(cell, "plain", steps=steps)
         leaves, _ = leaves_of(tensors)
         directions = variables_of(tensors, random_like(leaves))
-        grads = (*random_like(_replay.layer(call, tensors)[:2]), None)
-        second = partial(_replay.second_order, call, tensors, grads, directions)
+        grads = (*random_like(_plain_layer.layer(call, tensors)[:2]), None)
+        second = partial(_plain_layer.second_order, call, tensors, grads, directions)
         found, gradients = second()
         # Results are made in parts, and then one of them is joined.
         results = found[0].nbytes + 2 * gradients.input.nbytes
@@ -271,4 +271,4 @@ def test_memory_of_second_order_grows_less_than_linearly(cell):
 def test_other_options_of_a_call_change_nothing():
     call, tensors = case("gru", "plain")
     other = dataclasses.replace(call, chunk_size=1, recompute=False)
-    assert_close(_replay.layer(call, tensors), _replay.layer(other, tensors))
+    assert_close(_plain_layer.layer(call, tensors), _plain_layer.layer(other, tensors))

@@ -1,0 +1,128 @@
+"""The two functions of a stage, from its inputs to its results and back, as graphs.
+
+Backward is torch's own derivative of forward: a vector-Jacobian product that is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .columns import packet_of, packets
+from .decompositions import decompositions
+from .expressions import Expression
+from .operation_graph import Operations
+from .step_plan import Stage, Value
+from .trace import CannotCompile, stop
+
+aten = torch.ops.aten
+
+_CHOICES = packets("gt lt ge le eq ne sign sgn floor ceil round trunc frac")
+
+
+@dataclass
+class Derived:
+    """Graphs of numbers: of one column of a stage."""
+
+    forward: Operations
+    """Inputs to results; of a reduction what it is of."""
+    backward: Operations
+    """Inputs and the gradients of results to the gradients of inputs."""
+
+    def has_choices(self) -> bool:
+        """Whether a result or a derivative jumps where a number changes a little."""
+        return any(
+            packet_of(node) in _CHOICES
+            for module in (self.forward, self.backward)
+            for node in module.graph.nodes
+        )
+
+
+def derive(stage: Stage) -> Derived:
+    """
+    Raises:
+        CannotCompile: torch has no derivative of an operation.
+    """
+    from .make_graph import recorded
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        known = {_id(leaf): given for leaf, given in zip(stage.inputs, inputs, strict=True)}
+        return tuple(_evaluated(v.expression, known) for v in stage.results)
+
+    differentiable = [v.kind in ("column", "sum") for v in stage.results]
+
+    def backward(inputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+        def of_results(*given: Tensor) -> tuple[Tensor, ...]:
+            made = forward(*given)
+            return tuple(y for y, d in zip(made, differentiable, strict=True) if d)
+
+        if not any(differentiable):
+            return tuple(torch.zeros_like(x) for x in inputs)
+        made: Any = torch.func.vjp(of_results, *inputs)
+        given = [g for g, d in zip(gradients, differentiable, strict=True) if d]
+        gradients_of: Any = made[1]
+        return tuple(gradients_of(tuple(given)))
+
+    numbers = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.inputs]
+    gradients = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.results]
+    table = decompositions()
+    with torch.enable_grad():
+        made = recorded(forward, *numbers, decompositions=table)
+        try:
+            back = recorded(backward, numbers, gradients, decompositions=table)
+        except RuntimeError as error:  # torch has no derivative of an operation
+            raise CannotCompile(f"torch says: {str(error).splitlines()[0]}") from error
+    return Derived(_simplified(made), _simplified(back))
+
+
+def _id(leaf: Expression | Value) -> int:
+    return id(leaf.expression) if isinstance(leaf, Value) else id(leaf)
+
+
+def _evaluated(root: Expression, known: dict[int, Any]) -> Any:
+    """An expression of the numbers of its leaves."""
+    left = [root]
+    while left:
+        e = left[-1]
+        if id(e) in known:
+            left.pop()
+            continue
+        missing = [a for a in e.operands if id(a) not in known]
+        if missing:
+            left += reversed(missing)
+            continue
+        left.pop()
+        known[id(e)] = _operation(e, known)
+    return known[id(root)]
+
+
+def _operation(e: Expression, known: dict[int, Any]) -> Any:
+    if e.kind == "constant":
+        number = e.at[2]
+        dtype = torch.bool if isinstance(number, bool) else torch.float64
+        return torch.full((), number, dtype=dtype)
+    args = [known[id(a)] if isinstance(a, Expression) else a for a in e.args]
+    if e.packet is stop:
+        return args[0].detach()
+    if e.packet is aten.clone:
+        return args[0].clone()
+    return e.target(*args, **dict(e.kwargs))
+
+
+_SHAPES = packets("expand view _unsafe_view reshape sum_to_size")
+
+
+def _simplified(module: fx.GraphModule) -> Operations:
+    """Without what is computed twice, and without shapes, which single numbers do not have."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    for node in list(module.graph.nodes):
+        if packet_of(node) in _SHAPES:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    graph = fx_graph_cse(module.graph)
+    graph.eliminate_dead_code()
+    return Operations.of(module, graph)

@@ -1,0 +1,156 @@
+"""What a step of scan holds: in the variables around it, in its defaults and in its object."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from .._runtime.python_variables import names_in
+from .generators import is_generator
+from .replicas import names_of_torch
+
+_DEEPEST = 3
+"""Objects inside of each other that are looked into; behind them is the rest of the program."""
+_MOST = 10_000
+"""Values that are looked at in all."""
+_LONGEST = 1000
+"""Containers with more elements hold data, no modules."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SKIPPED = (*_PLAIN, type, ModuleType)
+
+
+class Held(NamedTuple):
+    """What a step is, is a method of, or finds in what it holds."""
+
+    modules: list[nn.Module]
+    """Also those that a module has in a list or in an object, where torch does not find them."""
+    functions: list[FunctionType]
+    """But those of torch."""
+    parameters: list[nn.Parameter]
+    """That are held by themselves, not by their modules."""
+    objects: list[Any]
+    """Others that have attributes."""
+    containers: list[Any]
+    """Lists, dicts and sets."""
+    generators: list[Any]
+    """Of random numbers, but torch's."""
+
+
+def held_by(step: Any) -> Held:
+    """What a step holds."""
+    modules: dict[nn.Module, None] = {}
+    held = Held([], [], [], [], [], [])
+    seen: set[int] = set()
+
+    # No function that calls itself: that is a cycle, which would keep all this until gc runs.
+    waiting: list[tuple[Any, int]] = [(step, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) in seen or isinstance(value, _SKIPPED) or len(seen) > _MOST:
+            continue
+        seen.add(id(value))  # of what somebody holds: other ids would come again
+        if isinstance(value, Tensor):
+            held.parameters.extend([value] if isinstance(value, nn.Parameter) else [])
+            continue
+        inner: Collection[Any]
+        if isinstance(value, nn.Module):
+            modules[value] = None
+            inner, depth = _hidden_in(value), _DEEPEST - 1
+        elif isinstance(value, MethodType):
+            inner = (value.__self__, value.__func__)
+        elif isinstance(value, BuiltinFunctionType):
+            inner = (value.__self__,)
+        elif isinstance(value, partial):
+            inner = (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, FunctionType):
+            if _is_of_torch(value):
+                continue
+            held.functions.append(value)
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            inner = (*_contents(value), *_globals_of(value), *defaults)
+        elif isinstance(value, dict | list | tuple | set | frozenset | deque):
+            inner = value.values() if isinstance(value, dict) else value
+            held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
+        elif is_generator(value):
+            held.generators.append(value)
+            continue
+        elif depth < _DEEPEST:
+            inner, depth = _attributes(value), depth + 1
+            held.objects.extend(
+                [value] if _is_of_user(type(value)) and hasattr(value, "__dict__") else []
+            )
+        else:
+            continue
+        if len(inner) <= _LONGEST:
+            waiting += [(one, depth) for one in reversed(list(inner))]
+    return held._replace(modules=list(modules))
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).split(".")[0] == "torch"
+
+
+def _is_of_user(kind: type) -> bool:
+    return str(kind.__module__).split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
+
+
+def _hidden_in(module: nn.Module) -> list[Any]:
+    """What a module and those inside of it hold besides modules and tensors; their functions.
+
+    Not of scripted ones: their attributes hold themselves in other forms, of the same weights.
+    """
+    found: list[Any] = []
+    for one in module.modules():
+        if isinstance(one, ScriptModule):
+            continue
+        of_torch = names_of_torch(one)
+        found += [
+            value
+            for name, value in vars(one).items()
+            if name not in of_torch and type(value) not in _PLAIN
+        ]
+        found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
+        if _is_of_user(type(one)):
+            found.append(type(one).forward)
+    return found
+
+
+def _contents(function: FunctionType) -> list[Any]:
+    """What a function reads from the functions around it."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not yet assigned
+            values.append(cell.cell_contents)
+    return values
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    """What a function reads from its own Python module."""
+    values = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    return [
+        value
+        for value in values
+        if not isinstance(value, FunctionType) or value.__module__ == function.__module__
+    ]
+
+
+def _attributes(value: Any) -> list[Any]:
+    """What an object holds, and the function that a call of it is."""
+    values: list[Any] = []
+    with suppress(AttributeError):
+        values += object.__getattribute__(value, "__dict__").values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                values.append(object.__getattribute__(value, name))
+    return [*values, getattr(type(value), "__call__", None)]  # noqa: B004

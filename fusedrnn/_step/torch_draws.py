@@ -1,0 +1,241 @@
+"""torch's functions that draw random numbers, by the numbers of a :class:`Source`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._tracers import is_compiling
+from .noise import Source
+
+Function = Callable[..., Tensor]
+
+
+def _check(is_right: Any, message: str) -> None:
+    """As torch checks probabilities; on a GPU nobody waits for them, nor in a graph."""
+    if isinstance(is_right, Tensor):
+        is_traced = is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if is_traced or is_right.device.type != "cpu":
+            return
+        is_right = is_right.all()
+    if not is_right:
+        raise RuntimeError(f"fusedrnn: {message}")
+
+
+def _maker(kind: str, is_like: bool = False) -> Function:
+    """randn and rand, or randn_like and rand_like."""
+
+    def drawn(source: Source, *args: Any, **kwargs: Any) -> Tensor:
+        wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+        if is_like:
+            empty = torch.empty_like(args[0] if args else kwargs["input"], **wanted)
+        else:
+            size = kwargs.get("size", args)
+            size = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+            empty = torch.empty(tuple(size), **wanted)
+        numbers: Tensor = getattr(source, kind)(empty, empty.shape, empty.dtype)
+        if kwargs.get("out") is not None:
+            return kwargs["out"].copy_(numbers)
+        return numbers.requires_grad_() if kwargs.get("requires_grad") else numbers
+
+    return drawn
+
+
+def _normal(
+    source: Source,
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    with torch.no_grad():
+        _check(_at_least(std, 0), "normal expects std >= 0")
+        given = [value for value in (mean, std) if isinstance(value, Tensor)]
+        if given:
+            shape = torch.broadcast_shapes(*(value.shape for value in given))
+            like = given[0]
+        else:
+            wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
+            like = torch.empty(tuple(size or ()), **wanted)
+            shape = like.shape
+        numbers = source.normal(like, shape, like.dtype) * std + mean
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _at_least(value: Any, least: float) -> Any:
+    """False for NaN."""
+    return True if isinstance(value, Tensor) and value.is_complex() else value >= least
+
+
+def _in_place(numbers: Function) -> Function:
+    """Methods that fill a tensor."""
+
+    def drawn(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            made = numbers(source, self, *args, **kwargs)
+        return self.copy_(made)
+
+    return drawn
+
+
+def _float(like: Tensor) -> torch.dtype:
+    """In which to draw what fills tensors of any dtype."""
+    return like.dtype if like.is_floating_point() else torch.float32
+
+
+def _fill_normal(source: Source, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    _check(_at_least(std, 0), f"normal_ expects std >= 0, got {std}")
+    return source.normal(like, like.shape, like.dtype) * std + mean
+
+
+def _fill_uniform(
+    source: Source, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
+) -> Tensor:
+    low, high = named.get("from", low), named.get("to", high)
+    _check(low <= high, f"uniform_ expects from <= to, got {low} and {high}")
+    return source.uniform(like, like.shape, like.dtype) * (high - low) + low
+
+
+def _fill_exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
+    _check(lambd > 0, f"exponential_ expects lambd > 0, got {lambd}")
+    return source.exponential(like, like.shape, like.dtype) / lambd
+
+
+def _fill_bernoulli(source: Source, like: Tensor, p: Any = 0.5) -> Tensor:
+    _check_probability(p)
+    return source.uniform(like, like.shape, _float(like)) < p
+
+
+def _check_probability(p: Any) -> None:
+    if isinstance(p, Tensor):
+        _check(p.is_floating_point(), f"bernoulli expects probabilities as floats, got {p.dtype}")
+    is_one = (p >= 0) & (p <= 1)
+    _check(is_one, "bernoulli expects probabilities from 0 to 1")
+
+
+def _bernoulli(
+    source: Source, input: Tensor, p: Any = None, *, out: Tensor | None = None
+) -> Tensor:
+    with torch.no_grad():
+        if p is None:
+            p = input
+        _check_probability(p)
+        numbers = (source.uniform(input, input.shape, _float(input)) < p).to(input.dtype)
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _multinomial(
+    source: Source,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """By a race of exponentials, whose winner is category i with a probability of input[i]."""
+    with torch.no_grad():
+        _check(input.is_floating_point(), f"multinomial expects floats, got {input.dtype}")
+        _check(
+            input.dim() in (1, 2),
+            f"multinomial expects 1 or 2 dimensions, got shape {tuple(input.shape)}",
+        )
+        most = "any number" if replacement else input.shape[-1]
+        _check(
+            num_samples > 0 and (replacement or num_samples <= input.shape[-1]),
+            f"multinomial expects to draw at least 1 and at most {most}, got {num_samples}",
+        )
+        is_right = (input >= 0) & (input < torch.inf)
+        _check(is_right, "multinomial expects probabilities that are finite and not negative")
+        _check(input.sum(-1) > 0, "multinomial expects probabilities whose sum is above 0")
+        races = num_samples if replacement else 1
+        shape = (*input.shape[:-1], races, input.shape[-1])
+        arrivals = source.exponential(input, shape, _float(input))
+        order = input.unsqueeze(-2) / arrivals
+        winners = order.argmax(-1)
+        numbers = winners if replacement else order.squeeze(-2).topk(num_samples).indices
+        return numbers if out is None else out.copy_(numbers)
+
+
+def _dropout(
+    source: Source, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or p == 0:
+        return input
+    if not 0 <= p <= 1:
+        raise ValueError(f"fusedrnn: dropout expects a probability from 0 to 1, got {p}")
+    kept = source.uniform(input, input.shape, _float(input)) >= p
+    mask = kept.to(input.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+    return input.mul_(mask) if inplace else input * mask
+
+
+def _gumbel_softmax(
+    source: Source,
+    logits: Tensor,
+    tau: float = 1,
+    hard: bool = False,
+    eps: float = 1e-10,
+    dim: int = -1,
+) -> Tensor:
+    """``eps``: ignored, as in torch."""
+    gumbels = -source.exponential(logits, logits.shape, logits.dtype).log()
+    soft = ((logits + gumbels) / tau).softmax(dim)
+    if not hard:
+        return soft
+    winner = torch.zeros_like(logits).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return winner - soft.detach() + soft
+
+
+DRAWS: dict[Any, Function] = {
+    torch.randn: _maker("normal"),
+    torch.randn_like: _maker("normal", is_like=True),
+    torch.rand: _maker("uniform"),
+    torch.rand_like: _maker("uniform", is_like=True),
+    torch.normal: _normal,
+    torch.bernoulli: _bernoulli,
+    torch.multinomial: _multinomial,
+    torch.dropout: lambda source, input, p, train: _dropout(source, input, p, train),
+    torch.dropout_: lambda source, input, p, train: _dropout(source, input, p, train, True),
+    Tensor.bernoulli: _bernoulli,
+    Tensor.multinomial: _multinomial,
+    Tensor.normal_: _in_place(_fill_normal),
+    Tensor.uniform_: _in_place(_fill_uniform),
+    Tensor.exponential_: _in_place(_fill_exponential),
+    Tensor.bernoulli_: _in_place(_fill_bernoulli),
+    F.dropout: _dropout,
+    F.gumbel_softmax: _gumbel_softmax,
+}
+"""torch's functions whose numbers come from a :class:`Source`. Others, such as torch.randint and
+the dropout inside of torch.nn.MultiheadAttention, draw from torch's own generators."""
+
+WAY_OUT = (
+    "draw by torch.rand, torch.randn, dropout or another function that takes its numbers from the "
+    "call, or give no generator and seed torch by torch.manual_seed"
+)
+
+
+class OtherDraws(TorchDispatchMode):
+    """Looks for numbers from torch's own generators, also within functions that are no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        """The first operation that draws such numbers, with the user's line."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.found and torch.Tag.nondeterministic_seeded in function.tags:
+            given = (*args, *kwargs.values())
+            if not any(isinstance(value, torch.Generator) for value in given):
+                from .user_lines import line
+
+                self.found = f"{function.overloadpacket}{line()}"
+        return function(*args, **kwargs)
