@@ -86,7 +86,7 @@ class Library(NamedTuple):
     """The size of the file."""
 
 
-class _Source(NamedTuple):
+class _SourceText(NamedTuple):
     """A text for one target: an instruction set of the CPU, or a GPU's architecture."""
 
     text: str
@@ -161,7 +161,7 @@ def _ask_core(question: str) -> int:
     return int(function())
 
 
-def _sources(text: str, device: str, targets: Iterable[str]) -> list[_Source]:
+def _sources(text: str, device: str, targets: Iterable[str]) -> list[_SourceText]:
     made = []
     for target in targets:
         if device == "cpu":
@@ -176,7 +176,7 @@ def _sources(text: str, device: str, targets: Iterable[str]) -> list[_Source]:
             raise CannotBuild(f"a header of fusedrnn is missing: {error}") from None
         all_of_it = "\0".join([begin + text, device, target, platform.machine(), digest, *flags])
         content = hashlib.sha256(all_of_it.encode()).hexdigest()[:40]
-        made.append(_Source(begin + text, device, tuple(flags), content))
+        made.append(_SourceText(begin + text, device, tuple(flags), content))
     return made
 
 
@@ -188,12 +188,12 @@ def _compiler(device: str) -> tuple[Compiler | None, str]:
         return None, str(error)
 
 
-def _name(source: _Source, compiler: Compiler | None) -> str:
+def _name(source: _SourceText, compiler: Compiler | None) -> str:
     by = hashlib.sha256(compiler.identity.encode()).hexdigest()[:16] if compiler else "none"
     return f"{source.content}-{by}"
 
 
-def _find(sources: list[_Source], compiler: Compiler | None) -> Library | None:
+def _find(sources: list[_SourceText], compiler: Compiler | None) -> Library | None:
     """A library that was built before."""
     try:
         folder = library_cache.open_folder(library_cache.wanted_folder())
@@ -214,7 +214,7 @@ def _find(sources: list[_Source], compiler: Compiler | None) -> Library | None:
     return None
 
 
-def _make(source: _Source, compiler: Compiler | None, obstacle: str) -> Library:
+def _make(source: _SourceText, compiler: Compiler | None, obstacle: str) -> Library:
     if compiler is None:
         raise CannotBuild(obstacle)
     name, begin = _name(source, compiler), time.perf_counter()
@@ -230,7 +230,7 @@ def _make(source: _Source, compiler: Compiler | None, obstacle: str) -> Library:
     return _load(path, source.device, is_cached=False, seconds=time.perf_counter() - begin)
 
 
-def _compile(source: _Source, compiler: Compiler, folder: Path, name: str) -> Path:
+def _compile(source: _SourceText, compiler: Compiler, folder: Path, name: str) -> Path:
     """Raises Unusable if the folder is the reason that there is no library."""
     try:
         with library_cache.working_folder(folder) as work:

@@ -28,7 +28,7 @@ class Table(NamedTuple):
     """Of the row that gets no gradient; negative if all do."""
 
 
-class Outside:
+class CallWeights:
     """Makes weights, vectors and inputs of a program from a step's constants and inputs.
 
     They are made of the constants and what is computed of these, which count on.
@@ -132,7 +132,7 @@ class Outside:
         }
 
     @staticmethod
-    def from_json(stored: dict[str, Any]) -> Outside:
+    def from_json(stored: dict[str, Any]) -> CallWeights:
         """
         Raises:
             LookupError, TypeError, ValueError, AttributeError, RuntimeError: It is nothing that
@@ -140,7 +140,7 @@ class Outside:
         """
         inputs = [Table(*one) if isinstance(one, list) else one for one in stored["inputs"]]
         module, recipes = from_json(stored["module"]), Recipes.of_json(stored["recipes"])
-        return Outside(module, stored["count"], stored["constants"], recipes, inputs)
+        return CallWeights(module, stored["count"], stored["constants"], recipes, inputs)
 
 
 class _Computation:

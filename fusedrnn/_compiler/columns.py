@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .._front.flat_step import ROWS
+from .._front.refusals import CannotCompile
 from .._step.user_lines import line_of
-from .trace import ROWS, CannotCompile
 
 _COLUMN_BITS, _ROW_BITS = 32, ROWS.bit_length()
 COLUMN = 1 << _COLUMN_BITS
@@ -26,7 +27,7 @@ MOST_PIECES = 64
 """Of neighbouring columns that a value may be cut into."""
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Neighbouring columns that come from one node in a regular order."""
 
     kind: str
@@ -37,16 +38,16 @@ class Run(NamedTuple):
     columns: tuple[int, ...] = ()
 
 
-def runs_of(
+def spans_of(
     codes: Any, nodes: list[fx.Node], kinds: dict[fx.Node, str], node: fx.Node
-) -> list[Run]:
+) -> list[Span]:
     """Codes of one row as runs: of weights, or of columns one after the other, maybe repeated."""
-    found: list[Run] = []
+    found: list[Span] = []
     i, n = 0, len(codes)
     if n and torch.equal(codes, codes[0] + torch.arange(n)):
         first = int(codes[0])
         if kinds[nodes[node_of(first)]] == "row":
-            return [Run("columns", nodes[node_of(first)], column_of(first), n, 1)]
+            return [Span("columns", nodes[node_of(first)], column_of(first), n, 1)]
     numbers = node_of(codes).tolist()
     while i < n:
         source = nodes[int(numbers[i])]
@@ -55,7 +56,7 @@ def runs_of(
             end += 1
         if kinds[source] != "row":
             columns = tuple(column_of(codes[i:end]).tolist())
-            found.append(Run("weights", source, 0, end - i, 1, columns))
+            found.append(Span("weights", source, 0, end - i, 1, columns))
             i = end
             continue
         columns_here = column_of(codes[i:end])
@@ -70,7 +71,7 @@ def runs_of(
             if repeat > 1:
                 grouped = _length(rest, torch.arange(len(rest)) // repeat)
                 group, length = repeat, grouped // repeat * repeat
-            found.append(Run("columns", source, first, length // group, group))
+            found.append(Span("columns", source, first, length // group, group))
             j += length
             if len(found) > 4 * MOST_PIECES:
                 raise refusal(node, "puts columns into another order")

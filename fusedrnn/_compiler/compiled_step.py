@@ -1,24 +1,19 @@
-"""A step as a program that is compiled, verified and ready to run."""
+"""A step that is compiled, verified and ready to run."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import program as numbers
 from . import program_operators
 from .build import Library
-from .call_weights import Outside
-
-if TYPE_CHECKING:
-    from .derive import Derived
-    from .interpreter import Interpreter
-    from .step_plan import Plan
-
+from .call_weights import CallWeights
+from .derive import DerivedPlan
 
 _MOST_CHUNKS = 256
 """Kinds of calls whose chunks are known."""
@@ -45,21 +40,13 @@ class Unread(NamedTuple):
         return found
 
 
-class Made(NamedTuple):
-    """What a program was made by."""
-
-    plan: Plan
-    derived: list[Derived]
-    """Of each stage."""
-
-
-class Printed(NamedTuple):
+class Generated(NamedTuple):
     """What runs a program, as records have it, too."""
 
     form: numbers.Program
     output_sequences: list[int]
     """Which sequence each output is."""
-    outside: Outside
+    call_weights: CallWeights
     text: str
     """Of the library."""
     has_choices: bool
@@ -73,11 +60,11 @@ class Printed(NamedTuple):
 
 
 @dataclass
-class Program:
+class CompiledStep:
     """What runs a step of one graph, widths and dtype."""
 
-    printed: Printed
-    made: Callable[[], Made]
+    generated: Generated
+    derived: Callable[[], DerivedPlan]
     """What it was made by, which is made again if it comes from a record."""
     names: list[str]
     """Of the step's constants, in their order."""
@@ -91,7 +78,7 @@ class Program:
     """Of the operators."""
     library: Library | None = None
     unread: Unread = field(default_factory=Unread)
-    without: dict[tuple[bool, ...], Program | None] = field(default_factory=dict)
+    without: dict[tuple[bool, ...], CompiledStep | None] = field(default_factory=dict)
     """Programs for backward where some results have no gradients, by which have one; None where
     there is none."""
 
@@ -99,7 +86,7 @@ class Program:
 
     @property
     def form(self) -> numbers.Program:
-        return self.printed.form
+        return self.generated.form
 
     @functools.cached_property
     def sequence_shapes(self) -> list[Sequence[int]]:
@@ -108,7 +95,7 @@ class Program:
         What the user gets must be no view, which autograd would not let them change in place.
         """
         shapes: list[Sequence[int]] = [(width,) for width in self.form.sequences]
-        pairs = zip(self.printed.output_sequences, self.output_shapes, strict=True)
+        pairs = zip(self.generated.output_sequences, self.output_shapes, strict=True)
         for number, shape in reversed(list(pairs)):
             shapes[number] = shape
         return shapes
@@ -130,17 +117,11 @@ class Program:
             self.chunks[key] = found
         return found
 
-    @property
-    def interpreter(self) -> Interpreter:
-        from .interpreter import Interpreter
-
-        return Interpreter(self.made(), self.printed.outside)
-
     def summary(self) -> str:
         """For users: its size, what it keeps, and its library."""
         form, library = self.form, self.library
         assert library is not None
-        outputs = set(self.printed.output_sequences)
+        outputs = set(self.generated.output_sequences)
         kept = [
             f"state {j} "
             + (
@@ -163,7 +144,7 @@ class Program:
     ) -> int:
         """Of a whole sequence besides outputs, on average over the steps of a chunk."""
         form = self.form
-        outputs = set(self.printed.output_sequences) if returns_sequence else ()
+        outputs = set(self.generated.output_sequences) if returns_sequence else ()
         own = [w for i, w in enumerate(form.sequences) if i not in outputs]
         size = self.dtype.itemsize
         of_chunks = [c.width for c in form.carries if c.sequence < 0]

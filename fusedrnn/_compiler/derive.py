@@ -6,17 +6,20 @@ Backward is torch's own derivative of forward: a vector-Jacobian product that is
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from .._front.flat_step import stop
+from .._front.refusals import CannotCompile
 from .columns import packet_of, packets
 from .decompositions import decompositions
 from .expressions import Expression
+from .make_graph import make_graph
 from .operation_graph import Operations
-from .step_plan import Stage, Value
-from .trace import CannotCompile, stop
+from .program import Out, Program
+from .step_plan import PlannedStage, PlannedValue, StepPlan
 
 aten = torch.ops.aten
 
@@ -41,12 +44,42 @@ class Derived:
         )
 
 
-def derive(stage: Stage) -> Derived:
+class DerivedPlan(NamedTuple):
+    """The plan of a step, and its stages as forward and backward compute them."""
+
+    plan: StepPlan
+    stages: list[Derived]
+
+    @staticmethod
+    def of_record(plan: StepPlan, stages: list[Derived], program: Program) -> DerivedPlan:
+        """
+        Raises:
+            ValueError: The record is of another plan.
+        """
+        if plan.program != program or len(stages) != len(plan.stages):
+            raise ValueError("the graph of a record is not that of its program")
+        return DerivedPlan(plan, stages)
+
+    def has_choices(self) -> bool:
+        """Whether a rounding may change results altogether."""
+        outputs = [output for stage in self.plan.program.stages for output in stage.outputs]
+        picks = any(output.kind in (Out.MAX, Out.ARG_MAX) for output in outputs)
+        return picks or any(stage.has_choices() for stage in self.stages)
+
+
+def derive(plan: StepPlan) -> DerivedPlan:
     """
     Raises:
         CannotCompile: torch has no derivative of an operation.
     """
-    from .make_graph import recorded
+    return DerivedPlan(plan, [derive_stage(stage) for stage in plan.stages])
+
+
+def derive_stage(stage: PlannedStage) -> Derived:
+    """
+    Raises:
+        CannotCompile: torch has no derivative of an operation.
+    """
 
     def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
         known = {_id(leaf): given for leaf, given in zip(stage.inputs, inputs, strict=True)}
@@ -70,16 +103,16 @@ def derive(stage: Stage) -> Derived:
     gradients = [torch.full((), 0.5, dtype=torch.float64) for _ in stage.results]
     table = decompositions()
     with torch.enable_grad():
-        made = recorded(forward, *numbers, decompositions=table)
+        made = make_graph(forward, *numbers, decompositions=table)
         try:
-            back = recorded(backward, numbers, gradients, decompositions=table)
+            back = make_graph(backward, numbers, gradients, decompositions=table)
         except RuntimeError as error:  # torch has no derivative of an operation
             raise CannotCompile(f"torch says: {str(error).splitlines()[0]}") from error
     return Derived(_simplified(made), _simplified(back))
 
 
-def _id(leaf: Expression | Value) -> int:
-    return id(leaf.expression) if isinstance(leaf, Value) else id(leaf)
+def _id(leaf: Expression | PlannedValue) -> int:
+    return id(leaf.expression) if isinstance(leaf, PlannedValue) else id(leaf)
 
 
 def _evaluated(root: Expression, known: dict[int, Any]) -> Any:

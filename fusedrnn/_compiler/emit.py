@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._front.refusals import CannotCompile
 from .columns import packet_of, packets
-from .derive import Derived
+from .compiled_step import Generated
+from .derive import Derived, DerivedPlan
 from .operation_graph import Operations
 from .program import In, Out
-from .step_plan import Plan, Stage
-from .trace import CannotCompile
+from .step_plan import PlannedStage, StepPlan
+from .weights_of_plan import weights_of
 
 aten = torch.ops.aten
 
@@ -41,14 +43,32 @@ _IN = {
 _OUT = {Out.COLUMN: "Column", Out.SUM: "Sum", Out.MAX: "Max", Out.ARG_MAX: "ArgMax"}
 
 
-def source(plan: Plan, derived: list[Derived], dtype: torch.dtype, device: str = "cpu") -> str:
+def emit(derived: DerivedPlan, dtype: torch.dtype, device: str) -> Generated:
+    """What runs a step.
+
+    Args:
+        dtype: Of its state, inputs and weights.
+        device: "cpu" or "cuda".
+    """
+    plan = derived.plan
+    return Generated(
+        plan.program,
+        plan.output_sequences,
+        weights_of(plan),
+        library_text(derived, dtype, device),
+        derived.has_choices(),
+    )
+
+
+def library_text(derived: DerivedPlan, dtype: torch.dtype, device: str = "cpu") -> str:
     """The text of a library for a storage type, for a "cpu" or for "cuda".
 
     For a CPU, :mod:`.build` puts the instruction set before it.
     """
+    plan = derived.plan
     stages = "\n".join(
         _stage(i, stage, plan, one)
-        for i, (stage, one) in enumerate(zip(plan.stages, derived, strict=True))
+        for i, (stage, one) in enumerate(zip(plan.stages, derived.stages, strict=True))
     )
     return (_LIBRARY if device == "cpu" else _GPU_LIBRARY).format(
         stages=stages, cases=_cases(len(plan.stages), STORAGE[dtype], device)
@@ -108,7 +128,7 @@ def _cases(count: int, storage: str, device: str) -> str:
     return "".join(f"    case {i}: return {call.format(storage, i)};\n" for i in range(count))
 
 
-def _stage(number: int, stage: Stage, plan: Plan, derived: Derived) -> str:
+def _stage(number: int, stage: PlannedStage, plan: StepPlan, derived: Derived) -> str:
     form = plan.program.stages[number]
     ins = [f"In::{_IN[one.kind]}" for one in form.inputs]
     outs = [f"Out::{_OUT[one.kind]}" for one in form.outputs]

@@ -60,7 +60,7 @@ class Array:
     products: list[Product] = field(default_factory=list)
 
 
-class Part(NamedTuple):
+class WeightBlock(NamedTuple):
     """Some columns of a product's weight: some rows of a matrix of weights."""
 
     weight: fx.Node
@@ -81,7 +81,7 @@ class Product:
     operand: Expression
     terms: int
     array: Array
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WeightBlock] = field(default_factory=list)
 
     @property
     def columns(self) -> int:

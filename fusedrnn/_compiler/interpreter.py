@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call_weights import Outside
-from .compiled_step import Made
-from .derive import Derived
-from .program import In, Operand, Out, Source, StageInput
+from .call_weights import CallWeights
+from .derive import Derived, DerivedPlan
+from .program import In, Operand, OperandSource, Out, StageInput
 
 Draws = Callable[[int], Tensor]
 """The numbers of draw i of the step at all steps, (seq_len, batch, width)."""
@@ -44,10 +43,10 @@ class _StageFunction(torch.autograd.Function):
 
 
 class Interpreter:
-    """Runs what a program was made by."""
+    """Runs the plan of a program."""
 
-    def __init__(self, made: Made, outside: Outside) -> None:
-        self._made, self._outside = made, outside
+    def __init__(self, derived: DerivedPlan, call_weights: CallWeights) -> None:
+        self._derived, self._call_weights = derived, call_weights
 
     def __call__(
         self,
@@ -63,16 +62,16 @@ class Interpreter:
             inputs: (seq_len, batch, ...) each.
             carries: (batch, ...) each.
         """
-        plan = self._made.plan
-        tensors = self._outside.tensors(constants, carries[0])
-        weights, vectors = self._outside.recipes.made(tensors, carries[0])
-        inputs = self._outside.inputs(tensors, inputs, carries[0])
+        plan = self._derived.plan
+        tensors = self._call_weights.tensors(constants, carries[0])
+        weights, vectors = self._call_weights.recipes.made(tensors, carries[0])
+        inputs = self._call_weights.inputs(tensors, inputs, carries[0])
         state = [carry.reshape(carry.shape[0], -1) for carry in carries]
         numbers = {d: draws(d) for d in plan.draws}
         sequences: list[list[Tensor]] = [[] for _ in plan.program.sequences]
         for t in range(steps):
             now = _Step(
-                self._made,
+                self._derived,
                 weights,
                 vectors,
                 [x[t] for x in inputs],
@@ -89,7 +88,7 @@ class Interpreter:
 class _Step:
     """One step."""
 
-    made: Made
+    derived: DerivedPlan
     weights: list[Tensor]
     vectors: list[Tensor]
     inputs: list[Tensor]
@@ -99,7 +98,7 @@ class _Step:
     values: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self) -> list[Tensor]:
-        program = self.made.plan.program
+        program = self.derived.plan.program
         for is_stage, i in program.order:
             if is_stage:
                 self._stage(i)
@@ -111,13 +110,13 @@ class _Step:
         return [self._placed("carry", j, carry.width) for j, carry in enumerate(program.carries)]
 
     def sequences(self) -> list[Tensor]:
-        widths = self.made.plan.program.sequences
+        widths = self.derived.plan.program.sequences
         return [self._placed("sequence", i, width) for i, width in enumerate(widths)]
 
     def _placed(self, what: str, number: int, width: int) -> Tensor:
         """A carry or a sequence of the values that are parts of it."""
         parts = {}
-        for i, value in enumerate(self.made.plan.program.values):
+        for i, value in enumerate(self.derived.plan.program.values):
             at = value.carry_offset if what == "carry" else value.offset
             if getattr(value, what) == number:
                 parts[at] = self.values[i]
@@ -127,9 +126,9 @@ class _Step:
 
     def _columns(self, operand: Operand, width: int) -> Tensor:
         end = operand.offset + width
-        if operand.source == Source.INPUT:
+        if operand.source == OperandSource.INPUT:
             return self.inputs[operand.index][:, operand.offset : end]
-        if operand.source == Source.CARRY:
+        if operand.source == OperandSource.CARRY:
             return self.carries[operand.index][:, operand.offset : end]
         return self.values[operand.index][:, operand.offset : end]
 
@@ -139,14 +138,14 @@ class _Step:
         if one.kind == In.INDEX:
             places = torch.arange(width) % one.group
             return places.to(self.carries[0]).expand(rows, width)
-        if operand.source == Source.VECTOR:
+        if operand.source == OperandSource.VECTOR:
             return self.vectors[operand.index].expand(rows, width)
-        if operand.source == Source.DRAW:
-            number = self.made.plan.draws[operand.index]
+        if operand.source == OperandSource.DRAW:
+            number = self.derived.plan.draws[operand.index]
             return self.draws[number][:, operand.offset : operand.offset + width]
         count = -(-width // one.group) if one.kind == In.GROUP else width
-        if operand.source == Source.ARRAY:
-            bias = self.made.plan.program.arrays[operand.index].bias
+        if operand.source == OperandSource.ARRAY:
+            bias = self.derived.plan.program.arrays[operand.index].bias
             array = self.arrays[operand.index]
             array = array if bias < 0 else array + self.vectors[bias]
             found = array[:, operand.offset : operand.offset + count]
@@ -157,13 +156,13 @@ class _Step:
         return found
 
     def _stage(self, i: int) -> None:
-        form, stage = self.made.plan.program.stages[i], self.made.plan.stages[i]
+        form, stage = self.derived.plan.program.stages[i], self.derived.plan.stages[i]
         inputs = [self._input(one, form.width) for one in form.inputs]
         if not inputs:
             inputs = [self.carries[0].new_zeros(self.carries[0].shape[0], form.width)]
-            made = [y.expand_as(inputs[0]).to(inputs[0]) for y in self.made.derived[i].forward()]
+            made = [y.expand_as(inputs[0]).to(inputs[0]) for y in self.derived.stages[i].forward()]
         else:
-            made = list(_StageFunction.apply(self.made.derived[i], len(stage.results), *inputs))
+            made = list(_StageFunction.apply(self.derived.stages[i], len(stage.results), *inputs))
         for result, y in zip(form.outputs, made, strict=True):
             self.values[result.value] = _reduced(y, result.kind, result.group)
 

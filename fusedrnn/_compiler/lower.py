@@ -15,11 +15,14 @@ import copy
 import operator
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from .._front.flat_step import ROWS, draw, stop
+from .._front.refusals import CannotCompile
+from .._step.sequence_call import Names
 from .columns import (
     COLUMN,
     MOST_PIECES,
@@ -37,14 +40,11 @@ from .columns import (
     refusal,
     row_of,
     rows_in_order,
-    runs_of,
+    spans_of,
 )
 from .decompositions import WHOLE
-from .expressions import Expression, Expressions, Part
-from .trace import ROWS, CannotCompile, Traced, draw, stop
-
-if TYPE_CHECKING:
-    from .._step.sequence_call import Names
+from .expressions import Expression, Expressions, WeightBlock
+from .trace import Traced
 
 aten = torch.ops.aten
 
@@ -166,28 +166,43 @@ class _Products(NamedTuple):
     """A node, or None."""
 
 
+def lower(traced: Traced, names: Names | None = None) -> Lowered:
+    """The expressions of a step's graph.
+
+    Args:
+        names: What messages call inputs and states; None for their numbers.
+
+    Raises:
+        CannotCompile: An operation is none that programs know.
+    """
+    _call("input", traced.inputs, [] if names is None else names.input)
+    _call("state", traced.carries, [] if names is None else names.state)
+    lowered = Lowered(traced)
+    lowered._classify()
+    lowered._make_expressions()
+    return lowered
+
+
 class Lowered:
     """The expressions of a step."""
 
-    def __init__(self, traced: Traced, names: Names | None = None) -> None:
-        """``names``: what messages call inputs and states; None for their numbers."""
+    def __init__(self, traced: Traced) -> None:
         self.traced, self.draws = traced, traced.draws
-        _call("input", traced.inputs, [] if names is None else names.input)
-        _call("state", traced.carries, [] if names is None else names.state)
         self._nodes = {node: i for i, node in enumerate(traced.module.graph.nodes)}
         self._list = list(self._nodes)
         self.kinds: dict[fx.Node, str] = {}
         """"number" for what depends on nothing, "weight", or "row" for what rows have."""
-        self._classify()
         self.lookups: list[Lookup] = []
         """They come behind the inputs of the step."""
         self._codes: dict[fx.Node, Any] = {}
         self._reads: dict[fx.Node, Any] = {}
-        self._make_expressions()
-
-    def _make_expressions(self) -> None:
         self.expressions = Expressions()
         self._found: dict[tuple[fx.Node, int, int], list[Expression]] = {}
+        self.new_carries: list[list[Expression]] = []
+        self.outputs: list[list[Expression]] = []
+
+    def _make_expressions(self) -> None:
+        self.expressions, self._found = Expressions(), {}
         self.new_carries = self._results(self.traced.new_carries, "state")
         self.outputs = self._results(self.traced.outputs, "output")
         self._refuse_equal_by_making()
@@ -505,7 +520,7 @@ class Lowered:
     def pieces(self, codes: Any, node: fx.Node) -> list[Expression]:
         """Expressions side by side whose columns are the elements with these codes."""
         found: list[Expression] = []
-        for part in runs_of(codes, self._list, self.kinds, node):
+        for part in spans_of(codes, self._list, self.kinds, node):
             if part.kind == "weights":
                 found.append(self._vector(part.source, part.columns))
                 continue
@@ -725,7 +740,7 @@ class Lowered:
                     aten.clone.default, self._number(piece), width=piece.width, node=node
                 )
             product = self.expressions.product(piece)
-            part = Part(
+            part = WeightBlock(
                 read.weight,
                 read.stacks[block],
                 read.is_transposed,

@@ -18,7 +18,7 @@ _LONGEST_WAIT = 60.0
 """Seconds."""
 
 
-def recorded(
+def make_graph(
     function: Callable[..., Any], *arguments: Any, decompositions: Mapping[Any, Any]
 ) -> fx.GraphModule:
     """The graph of what a function of tensors computes of these, as operations of ATen.

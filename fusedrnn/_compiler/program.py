@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
-class Source(IntEnum):
+class OperandSource(IntEnum):
     INPUT = 0
     CARRY = 1
     VALUE = 2
@@ -42,7 +42,7 @@ class Out(IntEnum):
 
 @dataclass(frozen=True)  # because tuples have an index of their own
 class Operand:
-    source: Source
+    source: OperandSource
     index: int
     offset: int
 

@@ -12,22 +12,20 @@ import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import library_cache
-from .call_weights import Outside
-from .compiled_step import Printed, Program, Unread
+from .call_weights import CallWeights
+from .compiled_step import CompiledStep, Generated, Unread
+from .derive import Derived
 from .operation_graph import CannotStore, Operations, from_json, to_json
-from .program import Program as Form
-
-if TYPE_CHECKING:
-    from .derive import Derived
+from .program import Program
 
 
 class Record(NamedTuple):
-    printed: Printed | None
+    generated: Generated | None
     """What runs the program; None for that of all results, which runs these results, too."""
     unread: Unread
     library: str
@@ -41,8 +39,6 @@ class Record(NamedTuple):
         Raises:
             LookupError, TypeError, ValueError, AttributeError, RuntimeError: It is damaged.
         """
-        from .derive import Derived
-
         stored = json.loads(self.stored_graphs)
         derived = [Derived(*map(from_json, pair)) for pair in stored["derived"]]
         module = stored["module"]
@@ -70,7 +66,7 @@ def find(key: str) -> Record | None:
         stored = json.loads(content)
         unread = Unread(*map(frozenset, stored["unread"]))
         fixed = [str(stored[name]) for name in ("library", "graphs")]
-        return Record(_to_printed(stored["printed"]), unread, *fixed)
+        return Record(_to_generated(stored["generated"]), unread, *fixed)
     except (
         library_cache.Unusable,
         LookupError,
@@ -82,7 +78,7 @@ def find(key: str) -> Record | None:
         return None
 
 
-def keep(program: Program, module: Operations | None = None, is_same: bool = False) -> None:
+def keep(program: CompiledStep, module: Operations | None = None, is_same: bool = False) -> None:
     """Stores a record of a verified program if it can be.
 
     Args:
@@ -92,13 +88,13 @@ def keep(program: Program, module: Operations | None = None, is_same: bool = Fal
     if not program.key or program.library is None:
         return
     try:
-        derived = [] if is_same else program.made().derived
+        derived = [] if is_same else program.derived().stages
         graphs = {
             "module": None if module is None else to_json(module),
             "derived": [[to_json(d.forward), to_json(d.backward)] for d in derived],
         }
         stored = {
-            "printed": None if is_same else _of_printed(program.printed),
+            "generated": None if is_same else _of_generated(program.generated),
             "unread": [sorted(part) for part in program.unread],
             "library": program.library.key,
             "graphs": json.dumps(graphs),
@@ -108,20 +104,20 @@ def keep(program: Program, module: Operations | None = None, is_same: bool = Fal
         pass
 
 
-def _of_printed(printed: Printed) -> dict[str, Any]:
-    return printed._asdict() | {
-        "form": printed.form.numbers(),
-        "outside": printed.outside.to_json(),
+def _of_generated(generated: Generated) -> dict[str, Any]:
+    return generated._asdict() | {
+        "form": generated.form.numbers(),
+        "call_weights": generated.call_weights.to_json(),
     }
 
 
-def _to_printed(stored: dict[str, Any] | None) -> Printed | None:
+def _to_generated(stored: dict[str, Any] | None) -> Generated | None:
     if stored is None:
         return None
-    return Printed(
-        Form.of_numbers(stored["form"]),
+    return Generated(
+        Program.of_numbers(stored["form"]),
         stored["output_sequences"],
-        Outside.from_json(stored["outside"]),
+        CallWeights.from_json(stored["call_weights"]),
         stored["text"],
         stored["has_choices"],
     )
@@ -136,7 +132,7 @@ def _package() -> str:
     """All code that makes graphs, and programs of them."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
-    rooms = ("_front", "_compile", "recurrent")
+    rooms = ("_step", "_front", "_compiler")
     for path in sorted(path for room in rooms for path in folder.glob(f"{room}/*.py")):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -17,16 +17,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from .._front.flat_step import stop
+from .._front.refusals import CannotCompile
 from .columns import packets, place_of
 from .expressions import Expression
-from .trace import CannotCompile, stop
-
-if TYPE_CHECKING:
-    from .step_plan import Plan, Stage, Value
+from .step_plan import PlannedStage, PlannedValue, StepPlan
 
 aten = torch.ops.aten
 
@@ -78,7 +76,7 @@ def _all_of(facts: Sequence[_Facts]) -> _Facts:
     )
 
 
-def check_roundings(plan: Plan) -> None:
+def check_roundings(plan: StepPlan) -> None:
     """
     Raises:
         CannotCompile: The step compares what is kept to what it is made of, or the like.
@@ -94,7 +92,7 @@ def check_roundings(plan: Plan) -> None:
 
 
 class _Roundings:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
         self._rounds = plan.lowered.dtype.itemsize == 2
         self._stages = [(stage, self._expressions(stage)) for stage in plan.stages]
@@ -120,7 +118,7 @@ class _Roundings:
             None,
         )
 
-    def _expressions(self, stage: Stage) -> list[Expression]:
+    def _expressions(self, stage: PlannedStage) -> list[Expression]:
         """Those of a stage with what they read of others, operands first."""
         found: dict[int, Expression] = {}
         left = [value.expression for value in stage.results]
@@ -143,7 +141,7 @@ class _Roundings:
                     cuts.setdefault(id(array), set()).update((first, first + count))
         return {array: sorted(places) for array, places in cuts.items()}
 
-    def _handed(self, e: Expression, stage: Stage) -> Value | None:
+    def _handed(self, e: Expression, stage: PlannedStage) -> PlannedValue | None:
         """The value of another stage that an expression is read from."""
         values = self._plan.values
         if e.kind == "reduced":
@@ -154,7 +152,7 @@ class _Roundings:
 
     # Facts
 
-    def _of(self, e: Expression, stage: Stage) -> _Facts:
+    def _of(self, e: Expression, stage: PlannedStage) -> _Facts:
         value = self._handed(e, stage)
         if value is not None:
             return self._read(value)
@@ -167,7 +165,7 @@ class _Roundings:
         is_rounded = self._rounds and e.kind in ("input", "draw")
         return _Facts(made=frozenset([(e.kind, e.at[0])])) if is_rounded else _NOTHING
 
-    def _read(self, value: Value) -> _Facts:
+    def _read(self, value: PlannedValue) -> _Facts:
         own = self._facts.get((id(value.expression), value.stage), _NOTHING)
         if value.kind == "column":
             return self._kept([id(value)]) if self._is_kept(value) else own
@@ -177,7 +175,7 @@ class _Roundings:
             return _Facts(has_difference=own.has_difference, has_ratio=own.has_ratio)
         return own
 
-    def _is_kept(self, value: Value) -> bool:
+    def _is_kept(self, value: PlannedValue) -> bool:
         """Whether stages read a number from memory that is not as backward makes it again."""
         return value.sequence >= 0 or (self._rounds and value.is_operand)
 
@@ -185,7 +183,7 @@ class _Roundings:
         kept = frozenset(values)
         return _Facts(kept, kept if self._rounds else frozenset())
 
-    def _of_operation(self, e: Expression, stage: Stage) -> _Facts:
+    def _of_operation(self, e: Expression, stage: PlannedStage) -> _Facts:
         operands = [self._facts[id(a), stage.key] for a in e.operands]
         are_related = any(self._is_related(a, b) for a in operands for b in operands if a is not b)
         found = _all_of(operands)
@@ -224,7 +222,7 @@ class _Roundings:
         kept = frozenset(map(_earlier, after.kept))
         return _Facts(kept, made, after.has_difference, after.has_ratio)
 
-    def _values_of_carry(self, j: int) -> list[Value]:
+    def _values_of_carry(self, j: int) -> list[PlannedValue]:
         return [value for value in self._plan.values.values() if value.carry == j]
 
     def _after_step(self, j: int) -> _Facts:
@@ -232,7 +230,7 @@ class _Roundings:
         values = self._values_of_carry(j)
         return _all_of([self._facts[id(value.expression), value.stage] for value in values])
 
-    def _set_origins(self, value: Value) -> None:
+    def _set_origins(self, value: PlannedValue) -> None:
         if not self._is_kept(value):
             return
         own = self._facts[id(value.expression), value.stage]
@@ -250,7 +248,7 @@ class _Roundings:
             for k in one.kept
         )
 
-    def _is_wrong(self, e: Expression, stage: Stage) -> bool:
+    def _is_wrong(self, e: Expression, stage: PlannedStage) -> bool:
         facts = self._facts[id(e), stage.key]
         if e.kind == "reduced":
             return e.at[0].kind == "argmax" and facts.has_difference

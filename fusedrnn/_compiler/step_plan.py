@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .._front.flat_step import ROWS
+from .._front.refusals import CannotCompile
 from . import program as form
 from .columns import name_of, packets, place_of
 from .decompositions import WHOLE
 from .expressions import Array, Expression, Product, Reduction, below, within
 from .lower import Lowered
-from .program import Carry, In, Operand, Out, Phase, Program, Source, StageInput, StageOutput
-from .roundings import check_roundings
-from .trace import ROWS, CannotCompile
+from .program import Carry, In, Operand, OperandSource, Out, Phase, Program, StageInput, StageOutput
 
 aten = torch.ops.aten
 
@@ -34,19 +34,19 @@ MOST_INPUTS, MOST_RESULTS = 32, 16
 
 _OUT = {"column": Out.COLUMN, "sum": Out.SUM, "max": Out.MAX, "argmax": Out.ARG_MAX}
 
-Key = tuple[Phase, int, int, int]
+StageKey = tuple[Phase, int, int, int]
 """Of a stage: phase, level, width, and a number among those that were one too large."""
 
 
 @dataclass(eq=False)
-class Value:
+class PlannedValue:
     """What a stage makes for others, or for the user."""
 
     expression: Expression
     kind: str
     """"column", or the kind of a reduction."""
     group: int
-    stage: Key
+    stage: StageKey
     index: int = -1
     sequence: int = -1
     offset: int = 0
@@ -61,40 +61,62 @@ class Value:
 
 
 @dataclass(eq=False)
-class Stage:
-    key: Key
-    results: list[Value] = field(default_factory=list)
-    inputs: list[Expression | Value] = field(default_factory=list)
+class PlannedStage:
+    key: StageKey
+    results: list[PlannedValue] = field(default_factory=list)
+    inputs: list[Expression | PlannedValue] = field(default_factory=list)
     """Leaves, and values of other stages of the same width."""
     is_sequential: bool = False
 
 
-class Plan:
+def make_plan(lowered: Lowered) -> StepPlan:
+    """
+    Raises:
+        CannotCompile: A stage would read too many values.
+    """
+    plan = StepPlan(lowered)
+    plan._merge_arrays()
+    plan._find_products()
+    plan._keep_results()
+    plan._make_values()
+    while plan._find_stages():
+        pass
+    plan.program = plan._program()
+    return plan
+
+
+class StepPlan:
     """The program of a step, and what its weights and vectors are made of."""
+
+    program: Program
 
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self._known_sources: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        self._merge_arrays()
-        self.products = self._reached(lowered.new_carries + lowered.outputs)
-        self.values: dict[tuple[int, str, int], Value] = {}
-        in_steps = self._reached(lowered.new_carries)
-        others = set(map(id, self.products)).difference(map(id, in_steps))
-        self._after = {
-            id(p) for p in self.products if id(p) in others and self.carries_of(p.operand)
-        }
+        self.products: list[Product] = []
+        self._in_steps: list[Product] = []
+        """Those that the next step needs."""
+        self._after: set[int] = set()
+        """Those that need a carry and that no step needs, by id."""
+        self.values: dict[tuple[int, str, int], PlannedValue] = {}
+        self.stages: list[PlannedStage] = []
         self.sequences: list[int] = []
         self.output_sequences: list[int] = []
         self.carries: list[Carry] = []
-        self._keep_results(in_steps)
-        self._make_values()
-        while self._find_stages():
-            pass
-        check_roundings(self)
-        self.draws = sorted(set(self._read("draw")))
+        self.arrays: list[Array] = []
+        self.draws: list[int] = []
+        self.read_inputs: list[int] = []
         self.vectors: dict[tuple[str, object, object], int] = {}
         """The width of each."""
-        self.program = self._program()
+
+    def _find_products(self) -> None:
+        lowered = self.lowered
+        self.products = self._reached(lowered.new_carries + lowered.outputs)
+        self._in_steps = self._reached(lowered.new_carries)
+        others = set(map(id, self.products)).difference(map(id, self._in_steps))
+        self._after = {
+            id(p) for p in self.products if id(p) in others and self.carries_of(p.operand)
+        }
 
     # What reaches what
 
@@ -223,7 +245,7 @@ class Plan:
 
     # Results
 
-    def _keep_results(self, in_steps: list[Product]) -> None:
+    def _keep_results(self) -> None:
         lowered = self.lowered
         places: dict[tuple[int, ...], int] = {}
         for pieces in lowered.outputs:
@@ -232,7 +254,7 @@ class Plan:
                 same = places[tuple(map(id, pieces))] = self._keep(pieces)
             self.output_sequences.append(same)
         kept = [self._kept_place(j, pieces) for j, pieces in enumerate(lowered.new_carries)]
-        operands = [self.carries_of(product.operand) for product in in_steps]
+        operands = [self.carries_of(product.operand) for product in self._in_steps]
         for j, pieces in enumerate(lowered.new_carries):
             width = sum(e.width for e in pieces)
             place = kept[j]
@@ -284,7 +306,7 @@ class Plan:
             at += e.width
         return sequence, first.offset
 
-    def _own(self, e: Expression) -> Value:
+    def _own(self, e: Expression) -> PlannedValue:
         """A value that is kept nowhere else."""
         known = self.values.get((id(e), "column", 0))
         if e.kind != "op" or known is not None:
@@ -296,10 +318,10 @@ class Plan:
 
     # Values
 
-    def _value(self, e: Expression, kind: str = "column", group: int = 0) -> Value:
+    def _value(self, e: Expression, kind: str = "column", group: int = 0) -> PlannedValue:
         key = (id(e), kind, group)
         if key not in self.values:
-            self.values[key] = Value(e, kind, group, (self._phase(e), e.level, e.width, 0))
+            self.values[key] = PlannedValue(e, kind, group, (self._phase(e), e.level, e.width, 0))
         return self.values[key]
 
     def _make_values(self) -> None:
@@ -319,10 +341,10 @@ class Plan:
 
     def _find_stages(self) -> bool:
         """True if something is to be handed from stage to stage, and all is to be done again."""
-        stages: dict[Key, Stage] = {}
-        used: dict[int, tuple[Expression, set[Key]]] = {}
+        stages: dict[StageKey, PlannedStage] = {}
+        used: dict[int, tuple[Expression, set[StageKey]]] = {}
         for value in sorted(self.values.values(), key=lambda v: v.expression.number):
-            stage = stages.setdefault(value.stage, Stage(value.stage))
+            stage = stages.setdefault(value.stage, PlannedStage(value.stage))
             stage.results.append(value)
         for stage in stages.values():
             self._find_inputs(stage, used)
@@ -344,11 +366,11 @@ class Plan:
         self.stages = sorted(stages.values(), key=lambda s: s.key)
         for stage in self.stages:
             for leaf in stage.inputs:
-                if isinstance(leaf, Value):
+                if isinstance(leaf, PlannedValue):
                     leaf.is_read = True
         return any(map(self._split_by_waiting, self.stages))
 
-    def _split_by_waiting(self, stage: Stage) -> bool:
+    def _split_by_waiting(self, stage: PlannedStage) -> bool:
         """Splits a stage if backward makes some of its results later, and others are read."""
         waiting = [v for v in stage.results if self._waits(v)]
         others = [v for v in stage.results if not self._waits(v)]
@@ -357,13 +379,13 @@ class Plan:
         self._split(stage, waiting)
         return True
 
-    def _waits(self, value: Value) -> bool:
+    def _waits(self, value: PlannedValue) -> bool:
         """Whether it depends on a carry that backward makes step by step."""
         return value.stage[0] == Phase.STEP and any(
             self.carries[j].sequence < 0 for j in self.carries_of(value.expression)
         )
 
-    def _split_in_halves(self, stage: Stage) -> None:
+    def _split_in_halves(self, stage: PlannedStage) -> None:
         if len(stage.results) == 1:
             made = [e.node for e in within(stage.results[0].expression) if e.node is not None]
             what, place = (name_of(made[0]), place_of(made[0])) if made else ("a value", "")
@@ -372,7 +394,7 @@ class Plan:
             )
         self._split(stage, stage.results[len(stage.results) // 2 :])
 
-    def _split(self, stage: Stage, last: list[Value]) -> None:
+    def _split(self, stage: PlannedStage, last: list[PlannedValue]) -> None:
         """Makes another stage of some results, which comes next."""
         number = stage.key[3]
         later = {v.stage[3] for v in self.values.values() if v.stage[:3] == stage.key[:3]}
@@ -383,7 +405,9 @@ class Plan:
         for value in last:
             value.stage = (*stage.key[:3], number + 1)
 
-    def _find_inputs(self, stage: Stage, used: dict[int, tuple[Expression, set[Key]]]) -> None:
+    def _find_inputs(
+        self, stage: PlannedStage, used: dict[int, tuple[Expression, set[StageKey]]]
+    ) -> None:
         known: set[int] = set()
         seen: set[int] = set()
         left = [v.expression for v in reversed(stage.results)]
@@ -409,13 +433,13 @@ class Plan:
     # The program
 
     def _program(self) -> Program:
+        self.draws = sorted(set(self._read("draw")))
         ordered = self.stages
         for stage in ordered:
             stage.is_sequential = any(map(self._waits, stage.results))
         values = [v for stage in ordered for v in stage.results]
         for i, value in enumerate(values):
             value.index = i
-        self.arrays: list[Array] = []
         for product in self.products:
             if product.array not in self.arrays:
                 self.arrays.append(product.array)
@@ -504,12 +528,12 @@ class Plan:
     def _operand(self, product: Product) -> Operand:
         e = product.operand
         if e.kind == "op":
-            return Operand(Source.VALUE, self._value(e).index, 0)
+            return Operand(OperandSource.VALUE, self._value(e).index, 0)
         if e.kind == "carry":
-            return Operand(Source.CARRY, e.at[0], e.at[1])
-        return Operand(Source.INPUT, self.read_inputs.index(e.at[0]), e.at[1])
+            return Operand(OperandSource.CARRY, e.at[0], e.at[1])
+        return Operand(OperandSource.INPUT, self.read_inputs.index(e.at[0]), e.at[1])
 
-    def _stage(self, stage: Stage) -> form.Stage:
+    def _stage(self, stage: PlannedStage) -> form.Stage:
         return form.Stage(
             stage.key[2],
             stage.key[0],
@@ -518,28 +542,28 @@ class Plan:
             [StageOutput(v.index, _OUT[v.kind], v.group) for v in stage.results],
         )
 
-    def _stage_input(self, leaf: Expression | Value) -> StageInput:
-        if isinstance(leaf, Value):
-            return StageInput(Operand(Source.VALUE, leaf.index, 0), In.COLUMN, 0)
+    def _stage_input(self, leaf: Expression | PlannedValue) -> StageInput:
+        if isinstance(leaf, PlannedValue):
+            return StageInput(Operand(OperandSource.VALUE, leaf.index, 0), In.COLUMN, 0)
         kind = In.GROUP if leaf.group else In.COLUMN
         first, at = leaf.at[0], leaf.at[-1]
         if leaf.kind == "index":
-            return StageInput(Operand(Source.NONE, 0, 0), In.INDEX, leaf.group)
+            return StageInput(Operand(OperandSource.NONE, 0, 0), In.INDEX, leaf.group)
         if leaf.kind == "draw":
             kind = In.UNIFORM if self.lowered.draws[first].distribution else In.NORMAL
-            return StageInput(Operand(Source.DRAW, self.draws.index(first), at), kind, 0)
+            return StageInput(Operand(OperandSource.DRAW, self.draws.index(first), at), kind, 0)
         if leaf.kind == "vector":
             number = self._vector(("vector", first, at), leaf.width)
-            return StageInput(Operand(Source.VECTOR, number, 0), In.COLUMN, 0)
+            return StageInput(Operand(OperandSource.VECTOR, number, 0), In.COLUMN, 0)
         if leaf.kind == "value":
-            operand = Operand(Source.VALUE, self._value(first).index, at)
+            operand = Operand(OperandSource.VALUE, self._value(first).index, at)
         elif leaf.kind == "reduced":
             value = self._value(first.source, first.kind, first.group)
-            operand = Operand(Source.VALUE, value.index, at)
+            operand = Operand(OperandSource.VALUE, value.index, at)
         elif leaf.kind == "array":
-            operand = Operand(Source.ARRAY, self.arrays.index(first), at)
+            operand = Operand(OperandSource.ARRAY, self.arrays.index(first), at)
         elif leaf.kind == "carry":
-            operand = Operand(Source.CARRY, first, at)
+            operand = Operand(OperandSource.CARRY, first, at)
         else:
-            operand = Operand(Source.INPUT, self.read_inputs.index(first), at)
+            operand = Operand(OperandSource.INPUT, self.read_inputs.index(first), at)
         return StageInput(operand, kind, leaf.group)

@@ -12,22 +12,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from .._front.compile_lock import one_at_a_time
+from .._front.flat_step import stop
+from .._front.refusals import CannotCompile
 from .._step.trees import Leaves
-from . import ready, records
+from . import records
+from .build import kind_of
 from .columns import packets
-from .compiled_step import Made, Program, Unread
+from .compiled_step import CompiledStep, Unread
+from .derive import DerivedPlan, derive
+from .emit import emit
 from .expressions import Expression, below, within
-from .trace import CannotCompile, stop
-from .verify import Trial, verify
-
-if TYPE_CHECKING:
-    from .lower import Lowered
+from .lower import Lowered
+from .pipeline import add_library
+from .roundings import check_roundings
+from .step_plan import make_plan
+from .trial import Trial
+from .verify import RunLibrary, verify, verify_library
 
 aten = torch.ops.aten
 
@@ -43,15 +49,16 @@ _BOUNDED = packets(
 """Operations whose derivative is finite where their operands are."""
 
 
-def without(
-    program: Program,
+def without_unused_results(
+    program: CompiledStep,
     outputs: Sequence[bool],
     last: Sequence[bool],
     constants: Leaves,
     trained: Sequence[bool],
     inputs: Leaves,
     state: Leaves,
-) -> Program:
+    run_library: RunLibrary,
+) -> CompiledStep:
     """What takes no derivatives of results without gradients.
 
     It reads what forward by ``program`` has kept.
@@ -67,7 +74,7 @@ def without(
         Busy: Another thread takes too long.
     """
     others = [program.names, trained, outputs, last, program.form.numbers()]
-    key = records.key_of(program.key, *others, program.printed.text) if program.key else ""
+    key = records.key_of(program.key, *others, program.generated.text) if program.key else ""
     known, device = records.find(key), state[0].device
     if known is not None:
         try:
@@ -79,31 +86,30 @@ def without(
     with one_at_a_time():
         made = _new(program, outputs, last, len(inputs), device)
         made.key = key
-        if made.printed is program.printed:
+        if made.generated is program.generated:
             records.keep(made, is_same=True)
             return made
         trial = Trial.of_program(program, constants, trained, inputs, state, (*outputs, *last))
         verify(made, trial)
-    ready.with_library(made, trial, device)
+    add_library(made, device)
+    verify_library(made, trial, device, run_library)
     records.keep(made)
     return made
 
 
 def _new(
-    program: Program,
+    program: CompiledStep,
     outputs: Sequence[bool],
     last: Sequence[bool],
     inputs: int,
     device: torch.device,
-) -> Program:
+) -> CompiledStep:
     """The same without a record and a library. ``inputs``: how many there are.
 
     Raises:
         CannotCompile: There is none.
     """
-    from .printing import printed
-
-    lowered, read = lowered_without(program.made().plan.lowered, outputs, last)
+    lowered, read = lowered_without(program.derived().plan.lowered, outputs, last)
     unread = Unread(
         frozenset(range(len(program.names))) - read.constants,
         frozenset(range(inputs)) - read.inputs,
@@ -111,23 +117,27 @@ def _new(
     )
     made = replace(program, unread=unread, without={}, chunks={})
     if lowered is not None:
-        made.printed, made.made = printed(lowered, program.dtype, device)
+        plan = make_plan(lowered)
+        check_roundings(plan)
+        derived = derive(plan)
+        made.generated = emit(derived, program.dtype, kind_of(device))
+        made.derived = lambda: derived
         _check_places(program, made)
     return made
 
 
-def _check_places(program: Program, made: Program) -> None:
-    if made.printed.places() != program.printed.places():
+def _check_places(program: CompiledStep, made: CompiledStep) -> None:
+    if made.generated.places() != program.generated.places():
         raise CannotCompile("what backward reads is kept in other places")
 
 
 def _known(
-    program: Program,
+    program: CompiledStep,
     known: records.Record,
     outputs: Sequence[bool],
     last: Sequence[bool],
     device: torch.device,
-) -> Program:
+) -> CompiledStep:
     """The same from a record, whose library was compared to its program when it was built.
 
     Raises:
@@ -135,24 +145,21 @@ def _known(
         Exception: The record is damaged.
     """
     made = replace(program, unread=known.unread, without={}, chunks={})
-    found = known.printed
+    found = known.generated
     if found is None:
         return made
 
-    def again() -> Made:
-        from .printing import made_again
-
-        lowered, _ = lowered_without(program.made().plan.lowered, outputs, last)
+    def again() -> DerivedPlan:
+        lowered, _ = lowered_without(program.derived().plan.lowered, outputs, last)
         assert lowered is not None
-        return made_again(lowered, known.graphs()[1], found)
+        return DerivedPlan.of_record(make_plan(lowered), known.graphs()[1], found.form)
 
-    def check(made: Program, *_: object) -> None:
-        if made.library is None or made.library.key != known.library:
-            raise CannotCompile("the library is another one than that of the record")
-
-    made.printed, made.made = found, functools.cache(again)
+    made.generated, made.derived = found, functools.cache(again)
     _check_places(program, made)
-    return ready.with_library(made, None, device, check)
+    add_library(made, device)
+    if made.library is None or made.library.key != known.library:
+        raise CannotCompile("the library is another one than that of the record")
+    return made
 
 
 class Read(NamedTuple):

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .call_weights import Outside, Table
-from .expressions import Part, Product
+from .call_weights import CallWeights, Table
+from .expressions import Product, WeightBlock
 from .operation_graph import Operations
-from .step_plan import Plan
+from .step_plan import StepPlan
 from .weight_recipes import ZEROS, Recipes, Side, Terms
 
 aten = torch.ops.aten
 
 
-def outside_of(plan: Plan) -> Outside:
+def weights_of(plan: StepPlan) -> CallWeights:
     """What a plan's products, vectors and inputs are made of."""
     graph = _Constants(plan)
     recipes = Recipes(
@@ -30,13 +30,13 @@ def outside_of(plan: Plan) -> Outside:
         [graph.vector(item) for item in plan.vectors],
     )
     inputs = [graph.input(i) for i in plan.read_inputs]
-    return Outside(graph.module(), graph.count, graph.constants, recipes, inputs)
+    return CallWeights(graph.module(), graph.count, graph.constants, recipes, inputs)
 
 
 class _Constants:
     """Makes that graph, node by node as they are asked for."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         self._plan, self._lowered = plan, plan.lowered
         self._places = {node: i for i, node in enumerate(plan.lowered.traced.constants)}
         self.count = len(self._places)
@@ -57,7 +57,7 @@ class _Constants:
     def weight(self, product: Product) -> Terms:
         return [[self._side(part) for part in product.parts]]
 
-    def _side(self, part: Part) -> Side:
+    def _side(self, part: WeightBlock) -> Side:
         node, is_transposed = part.weight, part.is_transposed
         while _is_transpose(node):
             (node,) = node.all_input_nodes
@@ -75,7 +75,7 @@ class _Constants:
             ]
         return [[self._numbers(source, places)]]
 
-    def _bias(self, part: Part) -> Side:
+    def _bias(self, part: WeightBlock) -> Side:
         if part.bias is None:
             return Side(ZEROS, -1, False, 0, part.columns)
         return self._numbers(part.bias, (0,) * part.columns if self._is_one(part.bias) else None)

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .._compiler.trace import CannotCompile, FlatStep
 from .._step.generators import global_generators, states_of
 from .._step.noise import Noise
 from .._step.trees import Leaves, differentiable
 from .._step.watch import Watch
 from .compile_lock import Busy
+from .flat_step import FlatStep
+from .refusals import CannotCompile
 from .step_graph import Given, StepGraph
 from .traceable_graph import WithLines
 

@@ -13,6 +13,7 @@ from .._step.trees import Leaves
 from .._step.user_lines import in_brackets, last_line
 from .graph_text import text_of
 from .marked_step import OUTPUT, STATE, result
+from .refusals import CannotTrace
 from .torch_refusals import as_users_write
 
 
@@ -23,14 +24,6 @@ class Given(NamedTuple):
     """Tensors that it reads, then floats that have changed between calls, if these are tensors."""
     numbers: tuple[Any, ...]
     """Floats that are numbers, then other numbers; None for the rows of the batch."""
-
-
-class Refusal(Exception):
-    """Why a step runs in Python, a sentence without a stop."""
-
-
-class Changes(Refusal):
-    """The step changes something in Python. It may do so once, as where it makes what it lacks."""
 
 
 Roles = list[tuple[str, int]]
@@ -44,7 +37,7 @@ class StepGraph:
     def __init__(self, module: fx.GraphModule) -> None:
         """
         Raises:
-            Refusal: The step keeps a tensor besides its results, or it calls what nobody sees into.
+            CannotTrace: The step keeps a tensor besides its results, or calls what hides its work.
         """
         _check_functions(module)
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -58,7 +51,7 @@ class StepGraph:
         sources: dict[tuple[int, int], fx.Node] = {}
         for out in outs:
             if not isinstance(out, fx.Node) or out.target not in (result, result.default):
-                raise Refusal(f"the step keeps a tensor besides its results{_line_of(out)}")
+                raise CannotTrace(f"the step keeps a tensor besides its results{_line_of(out)}")
             source, kind, place = cast(tuple[fx.Node, int, int], out.args)
             self.outs.append((kind, place))
             sources[kind, place] = source
@@ -149,10 +142,10 @@ class StepGraph:
             structure: Of a call's state. Guards do not ask for the order of an OrderedDict.
 
         Raises:
-            Refusal: The first call had another one.
+            CannotTrace: The first call had another one.
         """
         if self._first.setdefault("structure of the state", structure) != structure:
-            raise Refusal("the keys of the state are in another order than before")
+            raise CannotTrace("the keys of the state are in another order than before")
 
     @property
     def names(self) -> list[str]:
@@ -305,7 +298,7 @@ def _check_functions(module: fx.GraphModule) -> None:
     """Refuses functions that torch.compile calls without following them: they may decide by sizes.
 
     Raises:
-        Refusal: There is one.
+        CannotTrace: There is one.
     """
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
@@ -314,7 +307,7 @@ def _check_functions(module: fx.GraphModule) -> None:
             library = (getattr(node.target, "__module__", None) or "torch").partition(".")[0]
             name = getattr(node.target, "__name__", str(node.target))
             if library not in _LIBRARIES or name == "flat_apply":  # of nonstrict_trace
-                raise Refusal(
+                raise CannotTrace(
                     f"the step calls {name}, which torch.compile is told not to follow"
                     f"{_line_of(node)}"
                 )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._compiler.trace import CannotCompile
 from .._step.user_lines import at, last_line, mark
+from .refusals import CannotCompile
 
 
 class WithLines(fx.Interpreter):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributions import kl
 
-from .._runtime.find_program import CHANGING
 from .._step.trees import Leaves
-from .step_graph import Changes, Refusal, StepGraph
+from .refusals import CHANGING, CannotTrace, ChangesPython
+from .step_graph import StepGraph
 from .torch_refusals import effect_of, reason_of
 
 MOST_TRACES = 64
@@ -32,7 +32,7 @@ _MOST_REFUSALS = 128
 """Of one step, whose code torch.compile would otherwise give up for good."""
 
 
-class Call(Protocol):
+class CallOnItsWay(Protocol):
     """A call of the step that is on its way."""
 
     inputs_seen: Leaves
@@ -54,7 +54,7 @@ _LONGEST_WAIT = 10.0
 
 
 class _Thread(threading.local):
-    call: Call | None = None
+    call: CallOnItsWay | None = None
     setting: Any = None
     """Of torch.compile, to be given back."""
     lock: Any = None
@@ -63,7 +63,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class CompiledStep:
+class TracedStep:
     """A function of wrapped.py, with graphs of its own."""
 
     def __init__(self, function: Callable[..., tuple[Any, Any]], of: str) -> None:
@@ -86,14 +86,14 @@ class CompiledStep:
         """Whether it has as many graphs as it may, so that other cells had better have own ones."""
         self._compiled = _compiled(own, self._backend)
 
-    def __call__(self, call: Call, *given: Any) -> tuple[Any, Any]:
+    def __call__(self, call: CallOnItsWay, *given: Any) -> tuple[Any, Any]:
         """Output and new state, of the whole sequence of a call, as the user's step returns them.
 
         Args:
             given: The step, and its arguments with stand-ins.
 
         Raises:
-            Refusal: torch.compile cannot take the step.
+            CannotTrace: torch.compile cannot take the step.
             Exception: What ``call.run`` raises.
         """
         outer, _thread.call = _thread.call, call
@@ -118,10 +118,12 @@ class CompiledStep:
             if _thread.setting is not None:
                 _end_of_trace()
         if not call.has_run:  # torch.compile has left it to Python, for one step
-            raise Refusal("torch.compile is switched off")
+            raise CannotTrace("torch.compile is switched off")
         return made
 
-    def _take_again(self, error: Exception, call: Call, given: Sequence[Any]) -> tuple[Any, Any]:
+    def _take_again(
+        self, error: Exception, call: CallOnItsWay, given: Sequence[Any]
+    ) -> tuple[Any, Any]:
         """After an error of a call that may be right the next time.
 
         torch 2.13 counts the calls of graphs for all threads at once, and says that there was none
@@ -146,25 +148,25 @@ class CompiledStep:
                     raise
                 return self._take_again(other, call, given)
 
-    def _refusal(self, error: BaseException) -> Refusal:
+    def _refusal(self, error: BaseException) -> CannotTrace:
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, Refusal):
+            if isinstance(cause, CannotTrace):
                 return type(cause)(str(cause))
             if type(cause).__name__ == "FailOnRecompileLimitHit":
                 self.is_full = True
-                return Refusal(CHANGING)
+                return CannotTrace(CHANGING)
             cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-        return Refusal(reason_of(error))
+        return CannotTrace(reason_of(error))
 
     def _backend(self, module: fx.GraphModule, _: Any) -> Callable[..., Any]:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         if self.traces >= MOST_TRACES:
             self.is_full = True
-            raise Refusal(CHANGING)
+            raise CannotTrace(CHANGING)
         if effect := effect_of(InstructionTranslator.current_tx().output, module):
-            raise Changes(effect)
+            raise ChangesPython(effect)
         graph = StepGraph(module)
         self.traces += 1
         # Its guards and its code are made after this: with a look at hooks, and without calls that

@@ -8,29 +8,32 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _helpers as helpers
-from .._runtime.find_program import CHANGING, MOST_NUMBERS, ForNow, made_or_reason, program_of
+from .._compiler.compiled_step import CompiledStep
+from .._compiler.pipeline import computes_the_same
+from .._front import marked_step
+from .._front.check_graph import difference
+from .._front.class_contents import Contents, users_classes
+from .._front.refusals import CHANGING, CannotTrace, ChangesPython
+from .._front.stand_ins import StandIns
+from .._front.step_graph import Given, StepGraph
+from .._front.traced_step import TracedStep
+from .._runtime.find_program import MOST_NUMBERS, ForNow, made_or_reason, program_of
 from .._runtime.program_autograd import run_program
-from .._runtime.program_call import Call
-from .._runtime.sequence_parts import Part, parts_of
-from .._step.held_modules import held_by
+from .._runtime.program_call import ProgramCall
+from .._runtime.sequence_parts import SequencePart, parts_of
+from .._runtime.trial_by_operators import run_library
+from .._step.held_modules import held_modules
 from .._step.noise import Seed
 from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, flatten
 from .obstacles import obstacle_around, obstacle_of, obstacle_to_programs, unusual_weight
-
-if TYPE_CHECKING:
-    from .._compiler.compiled_step import Program
-    from .._front.class_contents import Contents
-    from .._front.stand_ins import StandIns
-    from .._front.step_graph import Given, StepGraph
-    from .._front.traced_step import CompiledStep
 
 
 class NoProgram(Exception):
@@ -45,7 +48,7 @@ class TooSmall(NoProgram):
     """``workspace_bytes`` is less than the program needs."""
 
 
-class Options(NamedTuple):
+class ProgramOptions(NamedTuple):
     """How a call runs its program."""
 
     chunk_size: int | None
@@ -54,11 +57,11 @@ class Options(NamedTuple):
     """Whether forward saves the sums of products, and the whole sequence."""
 
 
-class Planned(NamedTuple):
+class PlannedCall(NamedTuple):
     """A program, and how a call runs it."""
 
-    program: Program
-    parts: Sequence[Part]
+    program: CompiledStep
+    parts: Sequence[SequencePart]
     """In the order of work."""
     chunk: int
     """The most steps of a chunk."""
@@ -72,10 +75,12 @@ class Planned(NamedTuple):
     """Which tensor of the call's input each of the program's is, if it is not the same."""
 
 
-class Kind:
+class CallKind:
     """What calls of one kind share, so that it is looked at and prepared once."""
 
-    def __init__(self, user: User, call: SequenceCall, options: Options, seen: Seen) -> None:
+    def __init__(
+        self, user: UserStep, call: SequenceCall, options: ProgramOptions, seen: Seen
+    ) -> None:
         """
         Args:
             call: Without tensors.
@@ -84,11 +89,11 @@ class Kind:
         self.user, self.call, self.options, self.seen = user, call, options, seen
         self.given = user.arguments(*seen)
         """What the wrapper of the step gets."""
-        self.prepared: Call | None = None
+        self.prepared: ProgramCall | None = None
         """That has run last."""
 
 
-class User(NamedTuple):
+class UserStep(NamedTuple):
     """A user's step."""
 
     wrapper: str
@@ -110,15 +115,15 @@ class User(NamedTuple):
 
     def held(self) -> list[nn.Module]:
         """Those that are no cell, and no modules of one: in variables, lists and objects."""
-        found: list[nn.Module] = held_by(self.step).modules
+        found: list[nn.Module] = held_modules(self.step).modules
         return [module for module in found if module is not self.step]
 
 
-class Compiling:
+class CompiledCalls:
     """What calls of one cell, or of one code, have found out."""
 
     def __init__(self) -> None:
-        self._step: CompiledStep | None = None
+        self._step: TracedStep | None = None
         """Of the last call."""
         self._wrapper = ""
         self._is_own = False
@@ -133,18 +138,18 @@ class Compiling:
         self._was_compiled = self._has_warned = False
 
     def __reduce__(self) -> Any:
-        return Compiling, ()
+        return CompiledCalls, ()
 
-    def run(self, user: User, call: SequenceCall, options: Options) -> tuple[Any, Any]:
+    def run(self, user: UserStep, call: SequenceCall, options: ProgramOptions) -> tuple[Any, Any]:
         """Output and last state of a whole sequence, as the step returns them.
 
         Raises:
             NoProgram: Steps in Python are to be taken.
         """
-        return self._through(user, call, options, _Running)
+        return self._through(user, call, options, _RunningCall)
 
     def again(
-        self, kind: Kind, inputs: Leaves, state: Leaves, generator: torch.Generator | None
+        self, kind: CallKind, inputs: Leaves, state: Leaves, generator: torch.Generator | None
     ) -> tuple[Any, Any] | None:
         """The same of a call like one that has run; None if everything is to be looked at."""
         step = self._step
@@ -153,7 +158,7 @@ class Compiling:
         if obstacle_around(kind.call.device):
             return None
         is_inference = torch.is_inference_mode_enabled()
-        running = _Again(kind, inputs, state, generator, step, is_inference)
+        running = _RepeatedCall(kind, inputs, state, generator, step, is_inference)
         try:
             if not is_inference:
                 return step(running, *kind.given)
@@ -162,11 +167,11 @@ class Compiling:
         except (_refusal(), NoProgram, _OfOneRow):
             return None
 
-    def kind_of(self, user: User, call: SequenceCall, options: Options) -> Kind:
+    def kind_of(self, user: UserStep, call: SequenceCall, options: ProgramOptions) -> CallKind:
         """For calls like one that has run."""
-        return Kind(user, call.without_values(), options, self._seen(call, call.rows))
+        return CallKind(user, call.without_values(), options, self._seen(call, call.rows))
 
-    def plan(self, user: User, call: SequenceCall, options: Options) -> Planned:
+    def plan(self, user: UserStep, call: SequenceCall, options: ProgramOptions) -> PlannedCall:
         """The program of a call, which does not run.
 
         Raises:
@@ -174,7 +179,7 @@ class Compiling:
         """
         self.forget_refusals()
         try:
-            self._through(user, call, options, _Planning)
+            self._through(user, call, options, _PlanningCall)
         except _Found as found:
             self._was_compiled = True
             return found.planned
@@ -194,10 +199,10 @@ class Compiling:
 
     def _through(
         self,
-        user: User,
+        user: UserStep,
         call: SequenceCall,
-        options: Options,
-        way: type[_Running],
+        options: ProgramOptions,
+        way: type[_RunningCall],
     ) -> tuple[Any, Any]:
         if obstacle := obstacle_to_programs(call):
             raise NoProgram(obstacle)
@@ -216,13 +221,12 @@ class Compiling:
 
     def _take(
         self,
-        user: User,
+        user: UserStep,
         call: SequenceCall,
-        options: Options,
-        way: type[_Running],
+        options: ProgramOptions,
+        way: type[_RunningCall],
         is_inference: bool,
     ) -> tuple[Any, Any]:
-        from .._front.step_graph import Refusal
 
         for _ in range(4):
             step = self._step_of(user)
@@ -232,7 +236,7 @@ class Compiling:
                 return step(running, *user.arguments(*seen))
             except _OfOneRow as one:
                 one.find_program(self._program_of_many(user, call, options, step))
-            except Refusal as error:
+            except CannotTrace as error:
                 # A function may be another one in each call, which would be traced anew each time.
                 is_module = isinstance(user.step, nn.Module)
                 if step.is_full and is_module and not self._is_own:
@@ -241,23 +245,24 @@ class Compiling:
                 raise self._not_compiled(running, error) from error
         raise NotCompiled(CHANGING)
 
-    def _not_compiled(self, running: _Running, error: Exception) -> NotCompiled:
-        from .._front.step_graph import Changes
+    def _not_compiled(self, running: _RunningCall, error: Exception) -> NotCompiled:
 
         user, call = running.user, running.call
         reason = unusual_weight(user.modules(), call.device) or str(error)
         if not running.has_run:  # torch.compile would try again for a tenth of a second
-            self._refuse(user, call, reason, isinstance(error, Changes))
+            self._refuse(user, call, reason, isinstance(error, ChangesPython))
         return NotCompiled(reason)
 
     def _program_of_many(
-        self, user: User, call: SequenceCall, options: Options, step: CompiledStep
-    ) -> Planned | str:
+        self, user: UserStep, call: SequenceCall, options: ProgramOptions, step: TracedStep
+    ) -> PlannedCall | str:
         """The program of a batch of several rows, or why there is none."""
         refusal: Any = _refusal()
         seen = self._seen(call, 2)
         try:
-            step(_Planning(user, call, options, step, seen, False, True), *user.arguments(*seen))
+            step(
+                _PlanningCall(user, call, options, step, seen, False, True), *user.arguments(*seen)
+            )
         except _Found as found:
             return found.planned
         except refusal as error:
@@ -265,7 +270,7 @@ class Compiling:
             return reason
         raise AssertionError("planning ends with what it has found")
 
-    def _step_of(self, user: User) -> CompiledStep:
+    def _step_of(self, user: UserStep) -> TracedStep:
         """The step through torch.compile, if the cell has no hook, and no class has changed."""
         step = self._step
         if step is not None and self._is_as_before(step, user):
@@ -285,28 +290,25 @@ class Compiling:
         self._traces = step.traces
         return step
 
-    def _is_as_before(self, step: CompiledStep, user: User) -> bool:
+    def _is_as_before(self, step: TracedStep, user: UserStep) -> bool:
         if (self._wrapper, self._traces) != (user.wrapper, step.traces):
             return False
         if nn.modules.module._has_any_global_hook():
             return False
         return all([guard.is_as_before() for guard in self._guards])
 
-    def _renew(self, user: User) -> CompiledStep:
-        from .._front.traced_step import CompiledStep
+    def _renew(self, user: UserStep) -> TracedStep:
 
-        self._step, self._is_own = CompiledStep(_wrapper(user), _name_of(user.step)), True
+        self._step, self._is_own = TracedStep(_wrapper(user), _name_of(user.step)), True
         return self._step
 
     def _seen(self, call: SequenceCall, rows: int) -> Seen:
         known = self._stand_ins
         if known is None:
-            from .._front.stand_ins import StandIns
-
             known = self._stand_ins = StandIns()
         return known.of(call.inputs, 1, rows, True), known.of(call.state, 0, rows, False)
 
-    def _refuse(self, user: User, call: SequenceCall, reason: str, is_of_call: bool) -> None:
+    def _refuse(self, user: UserStep, call: SequenceCall, reason: str, is_of_call: bool) -> None:
         """
         Args:
             is_of_call: The next call may be another one already.
@@ -349,22 +351,21 @@ Seen = tuple[Leaves, Leaves]
 """Stand-ins of inputs and of states."""
 
 
-def _looks_of(user: User, call: SequenceCall) -> Any:
+def _looks_of(user: UserStep, call: SequenceCall) -> Any:
     """Calls of which torch.compile may say the same."""
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in (*call.inputs, *call.state)]
     return tuple(kinds), tuple([module.training for module in user.modules()])
 
 
 def _refusal() -> type[Exception]:
-    from .._front.step_graph import Refusal
 
-    return Refusal
+    return CannotTrace
 
 
 class _Found(Exception):
     """Ends a call that was to be planned."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: PlannedCall) -> None:
         self.planned = planned
 
 
@@ -386,7 +387,7 @@ class _OfOneRow(Exception):
         self._graph, self._kinds, self._call = graph, kinds, call
         self._order, self._roles = order, graph.roles
 
-    def find_program(self, many: Planned | str) -> None:
+    def find_program(self, many: PlannedCall | str) -> None:
         """
         Raises:
             NotCompiled: There is none for now.
@@ -398,8 +399,7 @@ class _OfOneRow(Exception):
             raise NotCompiled(found)
         self._graph.programs["one row", given.numbers] = found
 
-    def _of(self, many: Planned) -> tuple[Given, Program | str]:
-        from .._compiler.pipeline import computes_the_same
+    def _of(self, many: PlannedCall) -> tuple[Given, CompiledStep | str]:
 
         graph, call, program = self._graph, self._call, many.program
         # The program may know the values that floats have for now.
@@ -418,7 +418,7 @@ class _OfOneRow(Exception):
             graph.renumber_inputs([theirs.index(i) for i in own])
             inputs = in_order(inputs, [own.index(i) for i in theirs])
         is_same, is_lasting = made_or_reason(
-            lambda: computes_the_same(program, graph, given, inputs, call.state)
+            lambda: computes_the_same(program, graph, given, inputs, call.state, run_library)
         )
         if isinstance(is_same, str) and not is_lasting:
             return given, ForNow(is_same)
@@ -426,15 +426,15 @@ class _OfOneRow(Exception):
         return given, program if is_same is True else other
 
 
-class _Running:
+class _RunningCall:
     """One call on its way through torch.compile's guards."""
 
     def __init__(
         self,
-        user: User,
+        user: UserStep,
         call: SequenceCall,
-        options: Options,
-        step: CompiledStep,
+        options: ProgramOptions,
+        step: TracedStep,
         seen: Seen,
         is_inference: bool,
         is_many: bool = False,
@@ -476,14 +476,14 @@ class _Running:
         tensors = [*call.within_ends(), *call.state, *call.reset_to, *constants]
         return graph.results(*run_program(prepared, call.seed, tensors))
 
-    def prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Call, Given]:
+    def prepared(self, graph: StepGraph, args: Sequence[Any]) -> tuple[ProgramCall, Given]:
         """The call of a program for the graph."""
         planned = self._planned(graph, args)
         program, given = planned.program, planned.given
         call = self.call
         counts = len(call.inputs), len(call.state), len(call.reset_to)
         saves_sums, of_all = self._options.saves_sums, call.without_values()
-        made = Call(
+        made = ProgramCall(
             of_all,
             counts,
             graph,
@@ -496,7 +496,7 @@ class _Running:
         )
         return made.with_program(program), given
 
-    def _planned(self, graph: StepGraph, args: Sequence[Any]) -> Planned:
+    def _planned(self, graph: StepGraph, args: Sequence[Any]) -> PlannedCall:
         call, options = self.call, self._options
         graph.check_states(pytree.tree_structure(self.user.state(self.states_seen)))
         program, given = self._program(graph, args)
@@ -510,9 +510,9 @@ class _Running:
         except RuntimeError as error:
             raise TooSmall(str(error).split("\n")[0].removeprefix("fusedrnn: ")) from error
         traces, order = self._step.traces, self._order
-        return Planned(program, parts, chunk, workspace, graph, given, traces, order)
+        return PlannedCall(program, parts, chunk, workspace, graph, given, traces, order)
 
-    def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[Program | str, Given]:
+    def _program(self, graph: StepGraph, args: Sequence[Any]) -> tuple[CompiledStep | str, Given]:
         call = self.call
         if call.rows != 1 or self._is_many:
             return program_of(graph, args, call, self._asks)
@@ -535,7 +535,6 @@ class _Running:
 
     def _asks(self, graph: StepGraph, given: Given) -> str:
         """Says that the user's step does not compute what its graph does; or nothing."""
-        from .._front.check_graph import difference
 
         def in_python(inputs: Leaves, state: Leaves) -> tuple[Leaves, Leaves]:
             y, new = self._step.function(*self.user.arguments(inputs, state))
@@ -549,16 +548,16 @@ class _Running:
         return difference(graph, given, in_python, self.inputs_seen, self.states_seen, others)
 
 
-class _Again(_Running):
+class _RepeatedCall(_RunningCall):
     """A call like one that has run."""
 
     def __init__(
         self,
-        kind: Kind,
+        kind: CallKind,
         inputs: Leaves,
         state: Leaves,
         generator: torch.Generator | None,
-        step: CompiledStep,
+        step: TracedStep,
         is_inference: bool,
     ) -> None:
         self._kind, self._inputs, self._state = kind, inputs, state
@@ -576,7 +575,7 @@ class _Again(_Running):
             constants: Sequence[Any] = [args[i] for i in graph.constant_at]
         else:
             call = kind.call.with_values(self._inputs, self._state, (), Seed(generator))
-            first = _Running(kind.user, call, kind.options, self._step, kind.seen, False)
+            first = _RunningCall(kind.user, call, kind.options, self._step, kind.seen, False)
             if self._order is not None:
                 first.put_in_order(self._order)
             prepared, given = first.prepared(graph, args)
@@ -589,44 +588,42 @@ class _Again(_Running):
         return graph.results(*run_program(prepared, seed, tensors))
 
 
-class _Planning(_Running):
+class _PlanningCall(_RunningCall):
     """A call that ends when its program is known."""
 
     def _run(self, graph: StepGraph, args: Sequence[Any]) -> list[Tensor]:
         raise _Found(self._planned(graph, args))
 
 
-class _Steps:
+class _TracedSteps:
     """Steps through torch.compile, which all cells of a class share, or all functions of a code."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Any, dict[str, CompiledStep]] = (
+        self._of: weakref.WeakKeyDictionary[Any, dict[str, TracedStep]] = (
             weakref.WeakKeyDictionary()
         )
-        self._contents: weakref.WeakKeyDictionary[CompiledStep, Contents] = (
+        self._contents: weakref.WeakKeyDictionary[TracedStep, Contents] = (
             weakref.WeakKeyDictionary()
         )
         self._refusals: weakref.WeakKeyDictionary[Any, Refusals] = weakref.WeakKeyDictionary()
 
-    def refusals(self, user: User) -> Refusals:
+    def refusals(self, user: UserStep) -> Refusals:
         """Of all functions of one code; cells have their own."""
         if isinstance(user.step, nn.Module):
             return {}
         return self._refusals.setdefault(code_of(user.step), {})
 
-    def of(self, user: User, modules: Iterable[nn.Module]) -> CompiledStep:
-        from .._front.traced_step import CompiledStep
+    def of(self, user: UserStep, modules: Iterable[nn.Module]) -> TracedStep:
 
         steps = self._of.setdefault(code_of(user.step), {})
         found = steps.get(user.wrapper)
         if found is None or not self.is_right(found, modules):
-            found = steps[user.wrapper] = CompiledStep(_wrapper(user), _name_of(user.step))
+            found = steps[user.wrapper] = TracedStep(_wrapper(user), _name_of(user.step))
             self.is_right(found, modules)
         return found
 
-    def is_right(self, step: CompiledStep, modules: Iterable[nn.Module]) -> bool:
+    def is_right(self, step: TracedStep, modules: Iterable[nn.Module]) -> bool:
         """Whether classes of modules are as they were when a step was traced first."""
-        from .._front.class_contents import Contents, users_classes
 
         classes = users_classes(modules)
         known = self._contents.get(step)
@@ -635,7 +632,7 @@ class _Steps:
         return known.are_as_before(classes)
 
 
-_steps = _Steps()
+_steps = _TracedSteps()
 
 
 def _where(like: Tensor, constants: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -650,8 +647,7 @@ def in_order(leaves: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
     return tuple([leaves[i] for i in order])
 
 
-def _wrapper(user: User) -> Any:
-    from .._front import marked_step
+def _wrapper(user: UserStep) -> Any:
 
     return getattr(marked_step, user.wrapper)
 

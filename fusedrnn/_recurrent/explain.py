@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 from .. import _modules as modules
+from .._front.torch_refusals import way_out
 from .._runtime.cuda_graphs import RECORDERS
 from .._runtime.loop_chunks import Explanation, measure_graph, measure_step
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves, Structure, flatten
-from .compiled_calls import NoProgram, Options, Planned, in_order
-from .layer_call import OneCall, Settings, why_no_program
+from .compiled_calls import NoProgram, PlannedCall, ProgramOptions, in_order
+from .layer_call import OneLayerCall, Settings, why_no_program
 from .layers_call import LayersCall, joined
 
 _STEPS = 3
@@ -65,12 +66,14 @@ def explanation(call: LayersCall) -> Explanation:
     )
 
 
-def explained(one: OneCall, layer: str = "") -> Explanation:
+def explained(one: OneLayerCall, layer: str = "") -> Explanation:
     """Of one layer and direction. ``layer``: which computes the same as the cell, or nothing."""
     call, settings = one.call, one.settings
-    planned: Planned | str = why_no_program(settings)
+    planned: PlannedCall | str = why_no_program(settings)
     if not planned:
-        options = Options(settings.chunk_size, settings.workspace_bytes, not settings.recompute)
+        options = ProgramOptions(
+            settings.chunk_size, settings.workspace_bytes, not settings.recompute
+        )
         try:
             planned = one.memory.compiling.plan(one.user, call, options)
         except NoProgram as error:
@@ -89,9 +92,6 @@ def explained(one: OneCall, layer: str = "") -> Explanation:
         steps, chunk_reason = call.seq_len, "the whole sequence, of which no step is taken again"
         kept, workspace = step_bytes, 0
     faster = []
-    from .._front.torch_refusals import (
-        way_out,  # late: with the compiler, which the reason may come from
-    )
 
     if way := way_out(planned):
         faster.append(f"a cell that compiles: {way}")
@@ -122,7 +122,7 @@ def _layer_like(cell: nn.Module) -> str:
 
 
 def _of_program(
-    settings: Settings, call: SequenceCall, planned: Planned, layer: str
+    settings: Settings, call: SequenceCall, planned: PlannedCall, layer: str
 ) -> Explanation:
     program, parts, chunk, workspace, graph, given, traces, order = planned
     if order is not None:
@@ -170,7 +170,7 @@ def _of_program(
 
 
 @torch.no_grad()
-def _first_outputs(one: OneCall) -> tuple[Leaves, Structure]:
+def _first_outputs(one: OneLayerCall) -> tuple[Leaves, Structure]:
     """Outputs of the first steps repeated: only their kinds matter."""
     few = one.of_first_steps(_STEPS)
     output, _ = few.results(aside=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._front.torch_refusals import way_out
 from .._options import check_chunks, check_flag
 from .._runtime.cuda_graph_probe import obstacle_to_graphs
 from .._runtime.cuda_graphs import LEAST_CHUNKS, RECORDERS, Graphs
@@ -19,17 +20,25 @@ from .._runtime.find_program import NEVER, REQUIRE, check_compile
 from .._runtime.loop_autograd import run_sequence, run_with_graph
 from .._runtime.loop_chunks import chunk_steps, measure_step
 from .._runtime.loop_run import Run, add_note
+from .._runtime.loop_weights import Weights
 from .._step.generators import RandomStates
-from .._step.held_modules import held_by
-from .._step.leaf_step import Step, with_masks
+from .._step.held_modules import held_modules
+from .._step.leaf_step import LeafStep, with_masks
 from .._step.noise import Noise, TrialSeed
 from .._step.sequence_call import SequenceCall
 from .._step.torch_draws import WAY_OUT, OtherDraws
 from .._step.trees import Leaves
-from .._step.watch import Weights
 from .._tracers import is_alone
 from .._warnings import warn
-from .compiled_calls import Compiling, NoProgram, NotCompiled, Options, TooSmall, User, code_of
+from .compiled_calls import (
+    CompiledCalls,
+    NoProgram,
+    NotCompiled,
+    ProgramOptions,
+    TooSmall,
+    UserStep,
+    code_of,
+)
 from .obstacles import unusual_weight
 
 
@@ -84,10 +93,10 @@ class Known:
     step_bytes: int | None = None
 
 
-class Memory:
+class CellMemory:
     """What calls of one cell have found out; copies of a module start without."""
 
-    def __init__(self, owner: Any = None, compiling: Compiling | None = None) -> None:
+    def __init__(self, owner: Any = None, compiling: CompiledCalls | None = None) -> None:
         """
         Args:
             owner: The cell or the function.
@@ -95,10 +104,10 @@ class Memory:
         """
         self._owner = None if owner is None else weakref.ref(owner)
         self._known: dict[Any, Known] = {}
-        self.compiling = Compiling() if compiling is None else compiling
+        self.compiling = CompiledCalls() if compiling is None else compiling
 
     def __reduce__(self) -> Any:
-        return Memory, ()
+        return CellMemory, ()
 
     def is_of(self, owner: Any) -> bool:
         return self._owner is not None and self._owner() is owner
@@ -122,29 +131,29 @@ have_run: weakref.WeakKeyDictionary[Any, dict[Any, set[str]]] = weakref.WeakKeyD
 """What :class:`Graphs` of all functions of one code have run."""
 
 
-def memory_of(step: Callable[..., Any]) -> Memory:
+def cell_memory_of(step: Callable[..., Any]) -> CellMemory:
     """Of a step of scan: kept by the function, or by the object whose method it is. A function that
     is defined anew in each call has a new one."""
     owner, function = getattr(step, "__self__", step), getattr(step, "__func__", step)
     name = f"_fusedrnn_{getattr(step, '__name__', 'forward')}"
     try:
-        found: Memory | None = vars(owner).get(name)
+        found: CellMemory | None = vars(owner).get(name)
         if found is None or not found.is_of(function):  # functools.wraps copies attributes
-            found = vars(owner)[name] = Memory(function)
+            found = vars(owner)[name] = CellMemory(function)
         return found
     except (TypeError, AttributeError):  # it has no attributes of its own
-        return Memory()
+        return CellMemory()
 
 
 @dataclass
-class OneCall:
+class OneLayerCall:
     """One layer and direction of a call."""
 
-    user: User
+    user: UserStep
     call: SequenceCall
     settings: Settings
-    memory: Memory
-    make_step: Callable[[], Step]
+    memory: CellMemory
+    make_step: Callable[[], LeafStep]
     """Gives the step that Python takes, which knows nothing yet of its outputs."""
     constants: Leaves = ()
     """What each step gets besides."""
@@ -203,7 +212,6 @@ class OneCall:
             if isinstance(error, NotCompiled) and not is_of_weights:
                 # It may be a mistake, of which Python says more.
                 self.of_first_steps(1).in_python().take_aside()
-            from .._front.torch_refusals import way_out
 
             refusal = RuntimeError(
                 f"fusedrnn: the cell{self.call.place} cannot be compiled: {reason}"
@@ -213,25 +221,25 @@ class OneCall:
             raise refusal from error
         return reason
 
-    def of_first_steps(self, count: int) -> OneCall:
+    def of_first_steps(self, count: int) -> OneLayerCall:
         """The same of a few steps of whole rows, with random numbers of its own."""
         return replace(self, call=self.call.of_first_steps(count, TrialSeed()))
 
-    def in_python(self) -> InPython:
+    def in_python(self) -> StepsInPython:
         """The steps in Python."""
         step = self.make_step()
         flat, call, constants = with_masks(step, self.call)
         signature = (*step.structures(), call.backwards, call.lengths is not None, str(call.resets))
-        weights, noise = Weights(held_by(self.user.step)), Noise(call.seed, call.layer)
+        weights, noise = Weights(held_modules(self.user.step)), Noise(call.seed, call.layer)
         run = Run(call.without_values(), flat, signature, weights, noise)
         given = (call.inputs, call.state, (*self.constants, *constants))
-        return InPython(run, given, step, self.settings, self.memory)
+        return StepsInPython(run, given, step, self.settings, self.memory)
 
 
-def options_of(settings: Settings) -> Options:
+def options_of(settings: Settings) -> ProgramOptions:
     """Those of a program."""
     saves_sums = torch.is_grad_enabled() and not settings.recompute
-    return Options(settings.chunk_size, settings.workspace_bytes, saves_sums)
+    return ProgramOptions(settings.chunk_size, settings.workspace_bytes, saves_sums)
 
 
 def why_no_program(settings: Settings) -> str:
@@ -242,15 +250,15 @@ def why_no_program(settings: Settings) -> str:
 
 
 @dataclass
-class InPython:
+class StepsInPython:
     """The same by steps in Python."""
 
     run: Run
     given: tuple[Leaves, Leaves, Leaves]
     """Inputs, state and constants."""
-    step: Step
+    step: LeafStep
     settings: Settings
-    memory: Memory
+    memory: CellMemory
 
     @functools.cached_property
     def known(self) -> Known:

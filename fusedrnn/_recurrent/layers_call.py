@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._options import kind_of
-from .._step.leaf_step import Step, call_of_cell
+from .._step.leaf_step import LeafStep, call_of_cell
 from .._step.noise import Seed
 from .._step.replicas import is_replica
 from .._step.sequence_call import Names, Resets, SequenceCall
 from .._step.trees import Leaves, Structure, check_tensors, flatten
-from .compiled_calls import User
+from .compiled_calls import UserStep
 from .initial_state import initial_state
-from .layer_call import Memory, OneCall, Settings
+from .layer_call import CellMemory, OneLayerCall, Settings
 from .sequence_forms import Sequences
 
 
@@ -32,14 +32,14 @@ class LayersCall:
     directions: int
     returns_sequence: bool
     settings: Settings
-    memories: list[Memory]
+    memories: list[CellMemory]
     sequence: Sequences
     state: Any
     reset: Tensor | None
     """(seq_len, batch)."""
     reset_to: Any
     seed: Seed
-    usual: OneCall | None = None
+    usual: OneLayerCall | None = None
     """The call itself, if later calls like it need not be checked."""
 
     def __post_init__(self) -> None:
@@ -73,14 +73,16 @@ class LayersCall:
         output_leaves = sequence.output(leaves, self.returns_sequence)
         return structure.tree(output_leaves), tuple(states) if self.is_list else states[0]
 
-    def _is_usual(self, one: OneCall) -> bool:
+    def _is_usual(self, one: OneLayerCall) -> bool:
         """Whether a later call like this one need not be checked."""
         is_plain = self.sequence.is_batched and self.sequence.packed is None
         has_masks = self.sequence.lengths is not None or self.reset is not None
         is_one = not self.is_list and one.was_compiled and not is_replica(one.user.step)
         return bool(one.call.inputs) and is_plain and is_one and not has_masks
 
-    def cell(self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]) -> OneCall:
+    def cell(
+        self, i: int, leaves: Leaves, structure: Structure, names: Sequence[str]
+    ) -> OneLayerCall:
         """Cell number i, whose input has these leaves."""
         cell, sequence = self.cells[i], self.sequence
         memory = self._memory(i)
@@ -113,20 +115,20 @@ class LayersCall:
             place=way + layer,
         )
 
-        def make_step() -> Step:
+        def make_step() -> LeafStep:
             own = call_of_cell(cell, state_structure)
-            return Step(own, state_structure, structure, has_rows=True)
+            return LeafStep(own, state_structure, structure, has_rows=True)
 
-        user = User("cell_step", cell, structure.tree, state_structure.tree)
-        return OneCall(user, call, self.settings, memory, make_step)
+        user = UserStep("cell_step", cell, structure.tree, state_structure.tree)
+        return OneLayerCall(user, call, self.settings, memory, make_step)
 
-    def _memory(self, i: int) -> Memory:
+    def _memory(self, i: int) -> CellMemory:
         """What calls of cell number i have found out."""
         cell = self.cells[i]
         if is_replica(cell):  # each call has others, which share the list and its memories
-            return Memory(cell, self.memories[i].compiling)
+            return CellMemory(cell, self.memories[i].compiling)
         if not self.memories[i].is_of(cell):
-            self.memories[i] = Memory(cell)
+            self.memories[i] = CellMemory(cell)
         return self.memories[i]
 
     def _state(self, i: int, input: Leaves, name: str) -> tuple[Leaves, Structure, list[str]]:

@@ -14,7 +14,7 @@ from .._step.noise import Seed
 from .._step.trees import flatten
 from .._tracers import never_in_graphs
 from .explain import explanation
-from .layer_call import Memory, Settings
+from .layer_call import CellMemory, Settings
 from .layers_call import LayersCall
 from .repeated_calls import UsualCalls
 from .sequence_forms import Sequences
@@ -132,7 +132,7 @@ class Recurrent(nn.Module):
         self.recompute = recompute
         self._settings()
         self.cell = nn.ModuleList(cells) if is_list else cell
-        self._memories = [Memory() for _ in cells]
+        self._memories = [CellMemory() for _ in cells]
         self._usual = UsualCalls()
 
     def _settings(self) -> Settings:
@@ -286,7 +286,7 @@ class Recurrent(nn.Module):
     ) -> LayersCall:
         cells = self._cells
         _check_number(len(cells), self.bidirectional)  # the list may have changed
-        self._memories += [Memory() for _ in cells[len(self._memories) :]]
+        self._memories += [CellMemory() for _ in cells[len(self._memories) :]]
         sequence = Sequences.of(input, self.batch_first, lengths, length, state)
         if reset is None and reset_to is not None:
             raise ValueError("fusedrnn: reset_to must be given together with reset")

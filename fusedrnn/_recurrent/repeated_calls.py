@@ -13,9 +13,9 @@ from torch import Tensor
 from .._step.replicas import is_replica
 from .._step.trees import Leaves, flatten
 from .._tracers import is_transformed
-from .compiled_calls import Compiling, Kind
+from .compiled_calls import CallKind, CompiledCalls
 from .initial_state import initial_state
-from .layer_call import OneCall, options_of
+from .layer_call import OneLayerCall, options_of
 
 _MOST = 64
 """Kinds of calls that are remembered."""
@@ -26,7 +26,7 @@ class UsualCalls:
 
     def __init__(self) -> None:
         self._cell: Any = None
-        self._known: dict[Any, dict[Any, tuple[Kind, Compiling]]] = {}
+        self._known: dict[Any, dict[Any, tuple[CallKind, CompiledCalls]]] = {}
         """By inputs, and then by states."""
 
     def __reduce__(self) -> Any:
@@ -40,7 +40,7 @@ class UsualCalls:
             self._cell, self._known = cell, {}
         return bool(self._known)
 
-    def remember(self, module: Any, one: OneCall) -> None:
+    def remember(self, module: Any, one: OneLayerCall) -> None:
         """A call that a program has run."""
         call = one.call
         if sum(map(len, self._known.values())) >= _MOST:

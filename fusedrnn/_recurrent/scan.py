@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from .._options import check_flag, check_positive, kind_of
-from .._step.leaf_step import Step
+from .._step.leaf_step import LeafStep
 from .._step.noise import Seed
 from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, check_tensors, flatten
 from .._tracers import never_in_graphs
-from .compiled_calls import User
+from .compiled_calls import UserStep
 from .explain import explained
-from .layer_call import OneCall, Settings, memory_of
+from .layer_call import OneLayerCall, Settings, cell_memory_of
 
 
 @never_in_graphs
@@ -122,12 +122,12 @@ def scan(
         returns_sequence=return_sequence,
     )
     wrapper, more = ("scan_step_with", (params,)) if has_params else ("scan_step", ())
-    user = User(wrapper, step, structure.tree, state_structure.tree, more)
+    user = UserStep(wrapper, step, structure.tree, state_structure.tree, more)
 
-    def make_step() -> Step:
-        return Step(call, state_structure, structure, constants_structure, has_rows=False)
+    def make_step() -> LeafStep:
+        return LeafStep(call, state_structure, structure, constants_structure, has_rows=False)
 
-    one = OneCall(user, sequence, settings, memory_of(step), make_step, constants)
+    one = OneLayerCall(user, sequence, settings, cell_memory_of(step), make_step, constants)
     if explain:
         return explained(one)
     output, last = one.results()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .._step.gradients import gradients_of
-from .._step.sequence_call import Values
+from .._step.sequence_call import LoopValues
 from .._step.trees import Leaves, differentiable
 from .._step.watch import ClosedOver
 from .cuda_graphs import Unrecordable, waits_in_backward
@@ -46,7 +46,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
     def look() -> Obstacle:
         mark = run.mark()
         run.enter(run.chunks()[0])
-        given, watch = Values(x, state, constants, {}, {}), Unrecordable()
+        given, watch = LoopValues(x, state, constants, {}, {}), Unrecordable()
         if has_gradients:
             given = _as_leaves(run, given)
 
@@ -73,7 +73,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
     return run.aside(look)
 
 
-def _as_leaves(run: Run, given: Values) -> Values:
+def _as_leaves(run: Run, given: LoopValues) -> LoopValues:
     """Leaves of graphs of their own, so that no hook of a user is called; and what a step reads.
 
     Takes the first step to see it. The run must have entered its chunk.
@@ -86,7 +86,7 @@ def _as_leaves(run: Run, given: Values) -> Values:
     found.add_known(detached)
     with torch.enable_grad(), run.watched(closed_over=found):
         run.take(run.call.time(0), *detached)
-    return Values(
+    return LoopValues(
         tuple(map(as_leaf, given.inputs)),
         tuple(map(as_leaf, given.state)),
         tuple(map(as_leaf, given.constants)),

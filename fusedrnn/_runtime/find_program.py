@@ -7,28 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
+from .._compiler.compiled_step import CompiledStep
+from .._compiler.pipeline import find_or_compile
+from .._compiler.unused_results import without_unused_results
+from .._front.compile_lock import Busy, one_at_a_time
+from .._front.refusals import CHANGING, CannotCompile
+from .._front.step_graph import Given, StepGraph
 from .._options import text_of
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .._step.unusual_tensors import unusual
-
-if TYPE_CHECKING:
-    from .._compiler.compiled_step import Program
-    from .._front.step_graph import Given, StepGraph
+from .trial_by_operators import run_library
 
 AUTO, REQUIRE, NEVER = COMPILE = ("auto", "require", "never")
 
 MOST_NUMBERS = 8
 """Programs of one graph that differ in numbers alone: more would be built anew in each call."""
-CHANGING = (
-    "numbers or objects that it reads in Python change from call to call; make them buffers or "
-    "inputs"
-)
 
 
 def check_compile(value: Any) -> None:
@@ -48,7 +47,7 @@ class ForNow(str):
 Check = Callable[["StepGraph", "Given"], str]
 """Says of a step's graph, before a program is made of it, why there can be none; or nothing."""
 
-_known: WeakValueDictionary[Any, Program] = WeakValueDictionary()
+_known: WeakValueDictionary[Any, CompiledStep] = WeakValueDictionary()
 """All programs of the process, by what their steps do."""
 
 
@@ -57,14 +56,14 @@ def program_of(
     args: Sequence[Any],
     call: SequenceCall,
     check: Check,
-) -> tuple[Program | str, Given]:
+) -> tuple[CompiledStep | str, Given]:
     """The program of a step's graph, or why there is none; and what it gets.
 
     Args:
         args: What torch.compile gives to the graph.
         check: Called before a program is made; says why there can be none, or nothing.
     """
-    found: Program | str = ""
+    found: CompiledStep | str = ""
     # Floats that have changed between calls are tensors, if the program can have them so.
     for are_tensors in (True, False) if graph.has_floats else (True,):
         given = graph.given(args, are_tensors)
@@ -82,13 +81,12 @@ def _new(
     given: Given,
     call: SequenceCall,
     check: Check,
-) -> Program | str:
-    from .._front.compile_lock import one_at_a_time
+) -> CompiledStep | str:
 
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return ForNow("a CUDA graph is being captured, and no call before it has made the program")
 
-    def find() -> Program | str:
+    def find() -> CompiledStep | str:
         with one_at_a_time():
             found = graph.programs.get(key)
             if found is not None:  # another thread has made it
@@ -100,9 +98,10 @@ def _new(
             of_process = _key(graph, given, call)
             if of_process in _known:
                 return _known[of_process]
-            from .._compiler.pipeline import compiled
 
-            made = compiled(graph, given, call.within_ends(), call.state, call.names)
+            made = find_or_compile(
+                graph, given, call.within_ends(), call.state, call.names, run_library
+            )
             _known[of_process] = made
             return made
 
@@ -133,20 +132,19 @@ def _unusual(graph: StepGraph, given: Given, call: SequenceCall) -> str:
 
 
 def without_unused(
-    program: Program,
+    program: CompiledStep,
     used: tuple[bool, ...],
     constants: Leaves,
     trained: Sequence[bool],
     inputs: Leaves,
     state: Leaves,
-) -> Program | None:
+) -> CompiledStep | None:
     """The program for backward of a call that used only some of its results; None if there is none.
 
     Args:
         used: Of each output, then of each leaf of the last state.
         trained: Which constants have gradients.
     """
-    from .._compiler.unused_results import without
 
     if used in program.without:
         return program.without[used]
@@ -154,7 +152,9 @@ def without_unused(
         return None
     count = len(program.output_shapes)
     found, is_lasting = made_or_reason(
-        lambda: without(program, used[:count], used[count:], constants, trained, inputs, state)
+        lambda: without_unused_results(
+            program, used[:count], used[count:], constants, trained, inputs, state, run_library
+        )
     )
     made = None if isinstance(found, str) else found
     if is_lasting:
@@ -167,8 +167,6 @@ T = TypeVar("T")
 
 def made_or_reason(make: Callable[[], T]) -> tuple[T | str, bool]:
     """A program or why there is none, and whether that is so for the next call, too."""
-    from .._compiler.trace import CannotCompile
-    from .._front.compile_lock import Busy
 
     try:
         # What surrounds the call is not part of the step, and a trial needs gradients.

@@ -5,17 +5,13 @@ For derivatives of gradients, and for what a program's backward cannot do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from .._front.step_graph import Given, StepGraph
 from .._step.leaf_step import with_masks
 from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .._step.watch import Watch
 from .loop_autograd import outputs_of
-
-if TYPE_CHECKING:
-    from .._front.step_graph import Given, StepGraph
 
 
 def loop(graph: StepGraph, given: Given, call: SequenceCall) -> tuple[Leaves, Leaves]:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._step.gradients import Gradients, gradients_of
-from .._step.sequence_call import SequenceCall, Values
+from .._step.sequence_call import LoopValues, SequenceCall, like_rows
 from .._step.trees import Leaves
 from .._tracers import is_alone, never_in_graphs
 from .._warnings import warn
 from .first_step import take_first_in_graph
 from .loop_backward import Backward
-from .loop_forward import Result, forward, like_rows
+from .loop_forward import Result, forward
 from .loop_run import Run
 
 
@@ -33,12 +33,12 @@ def run_sequence(
         warn_of_loop("torch.func, forward-mode derivatives and tracing")
         run.draws = True
         with run.watched():
-            return plain_loop(run, Values(inputs, state, constants, weights, {}), {})
+            return plain_loop(run, LoopValues(inputs, state, constants, weights, {}), {})
     for_backward = torch.is_grad_enabled()
     result = forward(run, inputs, state, constants, for_backward)
     if torch._C._len_torch_function_stack():  # the step of an outer call, which may replace them
         run.closed_over = {n: leaf.view_as(leaf) for n, leaf in run.closed_over.items()}
-    values = Values(inputs, state, constants, weights, run.closed_over)
+    values = LoopValues(inputs, state, constants, weights, run.closed_over)
     tensors, form = pytree.tree_flatten(values)
     if for_backward and run.refused_variables:
         needed = [tensor for tensor in tensors if tensor.requires_grad]
@@ -50,7 +50,7 @@ def run_sequence(
     return made[: len(result.outputs)], made[len(result.outputs) :]
 
 
-def plain_loop(run: Run, values: Values, buffers: dict[str, Tensor]) -> tuple[Leaves, Leaves]:
+def plain_loop(run: Run, values: LoopValues, buffers: dict[str, Tensor]) -> tuple[Leaves, Leaves]:
     """The steps under autograd as it is, which keeps the intermediates of all of them."""
 
     def take_steps() -> tuple[Leaves, Leaves]:
@@ -138,7 +138,7 @@ class _Sequence(torch.autograd.Function):
             warn_of_loop("Derivatives of gradients")
             return None, None, None, *with_graph(ctx.run, ctx.form, tensors, needs, gradients)
         detached = [tensor.detach() for tensor in tensors]
-        values: Values = pytree.tree_unflatten(detached, ctx.form)
+        values: LoopValues = pytree.tree_unflatten(detached, ctx.form)
         size = max(len(values.state), 1)
         found = Backward(
             ctx.run,
@@ -165,7 +165,7 @@ def with_graph(
             tensor.view_as(tensor) if need else tensor
             for tensor, need in zip(tensors, needs, strict=True)
         ]
-    values: Values = pytree.tree_unflatten(aliases, form)
+    values: LoopValues = pytree.tree_unflatten(aliases, form)
     run = copy.copy(run)
     weights = run.weights
     with weights.locked(), weights.with_training_flags(run.training), torch.enable_grad():

@@ -19,11 +19,11 @@ from .._step.gradients import (
     sums_are_close,
     sums_of,
 )
-from .._step.sequence_call import Values
+from .._step.sequence_call import LoopValues
 from .._step.trees import Leaves
-from .._step.watch import check_nothing_missed
 from .cuda_graphs import CannotRecord, Recorded
 from .loop_run import Chunk, Run, as_leaf
+from .missed_leaves import check_nothing_missed
 
 
 class Given(NamedTuple):
@@ -59,7 +59,7 @@ class Backward:
     """The backward pass of one call, and the gradients that it has so far."""
 
     run: Run
-    values: Values
+    values: LoopValues
     starts: Sequence[Leaves]
     needs: Sequence[bool]
     """Which of ``values.leaves()`` need a gradient."""
@@ -166,7 +166,7 @@ class Backward:
     def _pass(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
         """Takes the steps of a chunk again, with a graph of all of them."""
         run, known = self.run, self.values
-        values: Values = pytree.tree_unflatten(
+        values: LoopValues = pytree.tree_unflatten(
             [*known.inputs, *known.state, *self.shared_leaves],
             pytree.tree_structure(known),
         )

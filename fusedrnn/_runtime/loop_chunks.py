@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .._front.step_graph import Given, StepGraph
 from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .._step.unusual_tensors import memory_of
 from .._step.watch import Watch
 from .loop_run import Run, as_leaf
-
-if TYPE_CHECKING:
-    from .._front.step_graph import Given, StepGraph
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._step.gradients import sums_of
-from .._step.sequence_call import SequenceCall
+from .._step.sequence_call import SequenceCall, like_rows
 from .._step.trees import Leaves
 from .cuda_graphs import CannotRecord
 from .first_step import take_first, take_looking
@@ -193,8 +193,3 @@ class _Outputs:
                 torch.where(like_rows(is_here, old), leaf[step, rows], old)
                 for leaf, old in zip(y, self.leaves, strict=True)
             ]
-
-
-def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:
-    """Flags of rows, (batch,), in a shape that goes with a leaf of (batch, ...)."""
-    return flags.reshape(-1, *(1,) * (leaf.dim() - 1))

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from .._step.generators import RandomStates, State, global_generators, states_of
-from .._step.noise import Noise, Refusal
+from .._step.leaf_step import StepFunction
+from .._step.noise import DrawsRefused, Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves, differentiable
-from .._step.watch import ClosedOver, Watch, Weights
+from .._step.watch import ClosedOver, Watch
 from .cuda_graphs import CannotRecord, Graphs, Recorded
-from .python_variables import Key, Value, Values, Variables, tensors_of, versions_of
+from .loop_weights import Weights
+from .python_variables import (
+    VariableKey,
+    Variables,
+    VariableState,
+    VariableStates,
+    tensors_of,
+    versions_of,
+)
 
 T = TypeVar("T")
-
-FlatStep = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
-"""State, input and constants of a step to its new state and its output. Constants are what all
-steps of a sequence get."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Before:
     """What was so before a chunk besides the state, and must be so again in backward."""
 
     buffers: dict[str, Tensor]
-    variables: Values
+    variables: VariableStates
     random: RandomStates
 
 
@@ -68,7 +73,7 @@ class Mark(NamedTuple):
 
     versions: dict[str, tuple[int, int]]
     buffers: dict[str, Tensor]
-    variables: Values
+    variables: VariableStates
     random: RandomStates
 
 
@@ -78,7 +83,7 @@ class Run:
 
     call: SequenceCall
     """Without its tensors, which only autograd may keep."""
-    step: FlatStep
+    step: StepFunction
     signature: Any
     """All that makes the step another one besides its tensors."""
     weights: Weights
@@ -88,8 +93,8 @@ class Run:
     closed_over: dict[int, Tensor] = field(default_factory=dict)
     """Tensors with gradient that the step reads besides weights and what it gets, by id."""
     changed_buffers: list[str] = field(default_factory=list)
-    changed_variables: list[Key] = field(default_factory=list)
-    refused_variables: list[Key] = field(default_factory=list)
+    changed_variables: list[VariableKey] = field(default_factory=list)
+    refused_variables: list[VariableKey] = field(default_factory=list)
     """Of the changed ones those that get tensors with gradient."""
     kept: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
     """In backward of a chunk, what earlier steps have kept in variables, as leaves of its graph."""
@@ -187,7 +192,7 @@ class Run:
     @contextmanager
     def watched_backward(self) -> Iterator[None]:
         """Within, autograd passes steps backward, which must not draw."""
-        with Watch(Refusal()) if self.draws else nullcontext():
+        with Watch(DrawsRefused()) if self.draws else nullcontext():
             yield
 
     def before(self) -> Before:
@@ -215,7 +220,7 @@ class Run:
         # What the steps change, and what somebody has changed since.
         keys = [*dict.fromkeys([*self.changed_variables, *self.python.changed(before.variables)])]
         now = self.python.values(keys)
-        contents = [Value.of(variables[key].value) for key in now if key in variables]
+        contents = [VariableState.of(variables[key].value) for key in now if key in variables]
         draws = not before.random.is_same(after)
         if draws:
             random = self.random_states(self.draws_in_python)

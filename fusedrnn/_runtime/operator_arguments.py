@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .._compiler import program_operators
 
-if TYPE_CHECKING:
-    from .program_call import Call
-    from .sequence_parts import Part
-
 ZERO, STATE, SEQUENCE, KEEP = range(4)
 """What a carry becomes at a reset: zero, a state, that of a sequence of states, what it is."""
 
 
-class Steps(NamedTuple):
+class OperatorArguments(NamedTuple):
     """What the operators get besides tensors of steps, in the order of their schemas."""
 
     program: int
@@ -32,26 +28,6 @@ class Steps(NamedTuple):
     """What each carry becomes at a reset; none without resets."""
     sequences: int
     """Their number."""
-
-    @staticmethod
-    def of(call: Call, part: Part) -> Steps:
-        sequence, program, chunk = call.sequence, call.program, call.chunk
-        lengths, reset = sequence.lengths, sequence.reset
-        if not call.is_whole:
-            chunk, _, _ = call.origin.chunk(part.steps, sequence.rows, chunk, 0)
-            if lengths is not None:
-                lengths = (lengths - part.begin).clamp(0, part.steps)
-        if reset is not None:
-            reset = reset[part.slice].contiguous()
-        return Steps(
-            program.number,
-            len(program.form.inputs) if program.printed.outside.makes_inputs else call.counts[0],
-            part.steps,
-            (chunk, sequence.backwards, sequence.layer, part.begin),
-            (lengths, reset),
-            _kinds_of_resets(call),
-            len(program.form.sequences),
-        )
 
     def forward(
         self, tensors: Sequence[Tensor], reset_to: list[Tensor], seed: Tensor | None, keeps: int
@@ -109,15 +85,3 @@ class Steps(NamedTuple):
             seed,
             *self.masks,
         )
-
-
-def _kinds_of_resets(call: Call) -> list[int]:
-    resets = call.sequence.resets
-    if resets is None:
-        return []
-    kinds, kind = [KEEP] * call.counts[1], ZERO
-    if resets.has_values:
-        kind = SEQUENCE if resets.is_sequence else STATE
-    for i in resets.leaves:
-        kinds[i] = kind
-    return kinds

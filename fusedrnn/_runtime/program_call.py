@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._compiler.compiled_step import CompiledStep
+from .._front.step_graph import StepGraph
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
-from .operator_arguments import Steps
-from .sequence_parts import Part
-
-if TYPE_CHECKING:
-    from .._compiler.compiled_step import Program
-    from .._front.step_graph import StepGraph
+from .operator_arguments import KEEP, SEQUENCE, STATE, ZERO, OperatorArguments
+from .sequence_parts import SequencePart
 
 
 @dataclass
-class Call:
+class ProgramCall:
     """What the function of autograd gets besides tensors that autograd is to see, and the seed.
 
     Calls of one kind share it.
@@ -34,32 +32,64 @@ class Call:
     """For derivatives of gradients, of which a trial takes none."""
     numbers: tuple[Any, ...]
     """That the step gets besides tensors."""
-    program: Program
-    origin: Program
+    program: CompiledStep
+    origin: CompiledStep
     """The program of forward, by which chunks are chosen in backward too."""
     chunk: int
     """The most steps of a chunk."""
-    parts: Sequence[Part]
+    parts: Sequence[SequencePart]
     """In the order of work. If there are several, their sequences are made again in backward."""
     saves_sums: bool
     """Whether forward saves the sums of products, which backward then need not multiply again."""
-    steps: Steps | None = None
+    steps: OperatorArguments | None = None
     """All of them, where the program reads the step's inputs."""
     outputs: Sequence[int] | None = None
     """Which sequence each output is, if each is another one."""
     draws: bool = True
     """Whether the program draws random numbers."""
 
-    def with_program(self, program: Program) -> Call:
+    def with_program(self, program: CompiledStep) -> ProgramCall:
         """The same of a program, which may be another one for backward."""
         made = replace(self, program=program, steps=None, outputs=None)
         made.draws = bool(program.form.streams)
-        outside, outputs = program.printed.outside, program.printed.output_sequences
-        if self.is_whole and not outside.makes_inputs:
-            made.steps = Steps.of(made, self.parts[0])
+        call_weights, outputs = program.generated.call_weights, program.generated.output_sequences
+        if self.is_whole and not call_weights.makes_inputs:
+            made.steps = made.arguments(self.parts[0])
         if self.sequence.returns_sequence and len(set(outputs)) == len(outputs):
             made.outputs = outputs
         return made
+
+    def arguments(self, part: SequencePart) -> OperatorArguments:
+        """What operators get for a part of the sequence."""
+        sequence, program, chunk = self.sequence, self.program, self.chunk
+        lengths, reset = sequence.lengths, sequence.reset
+        if not self.is_whole:
+            chunk, _, _ = self.origin.chunk(part.steps, sequence.rows, chunk, 0)
+            if lengths is not None:
+                lengths = (lengths - part.begin).clamp(0, part.steps)
+        if reset is not None:
+            reset = reset[part.slice].contiguous()
+        makes_inputs = program.generated.call_weights.makes_inputs
+        return OperatorArguments(
+            program.number,
+            len(program.form.inputs) if makes_inputs else self.counts[0],
+            part.steps,
+            (chunk, sequence.backwards, sequence.layer, part.begin),
+            (lengths, reset),
+            self._kinds_of_resets(),
+            len(program.form.sequences),
+        )
+
+    def _kinds_of_resets(self) -> list[int]:
+        resets = self.sequence.resets
+        if resets is None:
+            return []
+        kinds, kind = [KEEP] * self.counts[1], ZERO
+        if resets.has_values:
+            kind = SEQUENCE if resets.is_sequence else STATE
+        for i in resets.leaves:
+            kinds[i] = kind
+        return kinds
 
     @property
     def is_whole(self) -> bool:
@@ -72,7 +102,7 @@ class Call:
         return torch.float64 if self.program.dtype == torch.float64 else torch.float32
 
 
-class Values(NamedTuple):
+class ProgramValues(NamedTuple):
     """What the function of autograd gets or gives, by what it is to the step."""
 
     inputs: Sequence[Any]
@@ -81,18 +111,18 @@ class Values(NamedTuple):
     constants: Sequence[Any]
 
     @classmethod
-    def of(cls, call: Call, given: Sequence[Any]) -> Values:
+    def of(cls, call: ProgramCall, given: Sequence[Any]) -> ProgramValues:
         inputs, states, resets = call.counts
         a, b, c = inputs, inputs + states, inputs + states + resets
         return cls(given[:a], given[a:b], given[b:c], given[c:])
 
-    def inputs_of(self, call: Call, part: Part) -> Leaves:
+    def inputs_of(self, call: ProgramCall, part: SequencePart) -> Leaves:
         """Those of the step itself."""
         if call.is_whole:
             return tuple(self.inputs)
         return tuple([leaf[part.slice] for leaf in self.inputs])
 
-    def resets(self, call: Call, part: Part, nothing: Any) -> list[Any]:
+    def resets(self, call: ProgramCall, part: SequencePart, nothing: Any) -> list[Any]:
         """For each carry what it becomes at a reset, or ``nothing``; an empty list if no carry
         becomes what is given."""
         resets = call.sequence.resets

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._step.noise import Seed
-from .operator_arguments import Steps
-from .program_call import Call, Values
-from .sequence_parts import Part, with_last
+from .operator_arguments import OperatorArguments
+from .program_call import ProgramCall, ProgramValues
+from .sequence_parts import SequencePart, with_last
 
 
 class Results(NamedTuple):
@@ -22,7 +22,9 @@ class Results(NamedTuple):
     """Of a whole sequence what its steps have kept; else the states between parts."""
 
 
-def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: bool) -> Results:
+def forward(
+    call: ProgramCall, seed: Seed, tensors: Sequence[Tensor], for_backward: bool
+) -> Results:
     """
     Args:
         tensors: That the function of autograd gets.
@@ -30,24 +32,24 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
     """
     keeps = 1 + call.saves_sums if for_backward and call.is_whole else 0
     drawn = seed.on(call.sequence.device) if call.draws else None
-    outside, like = call.program.printed.outside, tensors[call.counts[0]]
+    call_weights, like = call.program.generated.call_weights, tensors[call.counts[0]]
     if (steps := call.steps) and not call.counts[2]:
-        if outside.computes:
+        if call_weights.computes:
             first = sum(call.counts)
-            tensors = [*tensors[:first], *outside.tensors(tensors[first:], like)]
+            tensors = [*tensors[:first], *call_weights.tensors(tensors[first:], like)]
         return _whole(call, steps, steps.forward(tensors, [], drawn, keeps))
-    values = Values.of(call, tensors)
-    constants = outside.tensors(values.constants, like)
+    values = ProgramValues.of(call, tensors)
+    constants = call_weights.tensors(values.constants, like)
     if steps:
         given = [*values.inputs, *values.state, *constants]
         reset_to = values.resets(call, call.parts[0], like.new_empty(0))
         return _whole(call, steps, steps.forward(given, reset_to, drawn, keeps))
     state, outputs, between = list(values.state), list[Tensor](), list[Tensor]()
     for part in call.parts:
-        steps = Steps.of(call, part)
+        steps = call.arguments(part)
         inputs: Sequence[Tensor] = values.inputs_of(call, part)
-        if outside.makes_inputs:
-            inputs = outside.inputs(constants, inputs, like)
+        if call_weights.makes_inputs:
+            inputs = call_weights.inputs(constants, inputs, like)
         given = [*inputs, *state, *constants]
         reset_to = values.resets(call, part, like.new_empty(0))
         made = steps.forward(given, reset_to, drawn, keeps)
@@ -60,7 +62,7 @@ def forward(call: Call, seed: Seed, tensors: Sequence[Tensor], for_backward: boo
     return Results(outputs, state, between[: -len(state)])
 
 
-def _whole(call: Call, steps: Steps, made: list[Tensor]) -> Results:
+def _whole(call: ProgramCall, steps: OperatorArguments, made: list[Tensor]) -> Results:
     first, end = steps.sequences, steps.sequences + call.counts[1]
     if call.outputs is None:
         outputs = _outputs(call, made[:first])
@@ -69,13 +71,15 @@ def _whole(call: Call, steps: Steps, made: list[Tensor]) -> Results:
     return Results(outputs, made[first:end], [*made[:first], *made[end:]])
 
 
-def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
+def _outputs(call: ProgramCall, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Of a whole sequence, where some are no sequences or the same one."""
     whole, program = call.sequence, call.program
     if not whole.returns_sequence:
         return _last_outputs(call, call.parts[0], sequences, [])
     found, seen = [], set[int]()
-    for number, shape in zip(program.printed.output_sequences, program.output_shapes, strict=True):
+    for number, shape in zip(
+        program.generated.output_sequences, program.output_shapes, strict=True
+    ):
         sequence = sequences[number]
         is_taken = number in seen
         found.append(
@@ -86,11 +90,11 @@ def _outputs(call: Call, sequences: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _last_outputs(
-    call: Call, part: Part, sequences: Sequence[Tensor], so_far: Sequence[Tensor]
+    call: ProgramCall, part: SequencePart, sequences: Sequence[Tensor], so_far: Sequence[Tensor]
 ) -> list[Tensor]:
     """Up to a part; nothing as long as no row has made its last output."""
     whole, program = call.sequence, call.program
-    places = zip(program.printed.output_sequences, program.output_shapes, strict=True)
+    places = zip(program.generated.output_sequences, program.output_shapes, strict=True)
     found = []
     for i, (number, shape) in enumerate(places):
         sequence = sequences[number].view(part.steps, whole.rows, *shape)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from types import CellType, CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils import _pytree as pytree
 
+from .._step.held_modules import Held, names_in
 from .._step.replicas import names_of_torch
-
-if TYPE_CHECKING:
-    from .._step.held_modules import Held
 
 _MOST_ENTRIES = 1000
 """Of a container that is looked into: larger ones hold data, and a look would take too long."""
@@ -84,16 +82,7 @@ def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
     return found
 
 
-def names_in(code: CodeType) -> set[str]:
-    """What a function and those within it may read from its Python module."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-    return names
-
-
-class Value(NamedTuple):
+class VariableState(NamedTuple):
     """Of a variable at some time."""
 
     value: Any
@@ -103,7 +92,7 @@ class Value(NamedTuple):
     """Of its tensors."""
 
     @classmethod
-    def of(cls, value: Any) -> Value:
+    def of(cls, value: Any) -> VariableState:
         entries = None
         if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
             entries = value.copy()
@@ -111,7 +100,7 @@ class Value(NamedTuple):
         tensors = made.tensors()
         return made._replace(versions=versions_of(tensors)) if tensors else made
 
-    def is_same(self, other: Value) -> bool:
+    def is_same(self, other: VariableState) -> bool:
         if not _are_same(self.value, other.value) or self.versions != other.versions:
             return False
         ours, theirs = self.entries, other.entries
@@ -128,14 +117,14 @@ class Value(NamedTuple):
     def put_back(self) -> Any:
         """The value, a container with the entries that it had."""
         value, entries = self.value, self.entries
-        if entries is not None and not self.is_same(Value.of(value)):
+        if entries is not None and not self.is_same(VariableState.of(value)):
             # Not the methods of a subclass, which may forbid it.
             kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
             kind.clear(value)
             (kind.extend if hasattr(kind, "extend") else kind.update)(value, entries)
         return value
 
-    def mapped(self, function: Callable[[Any], Any]) -> Value:
+    def mapped(self, function: Callable[[Any], Any]) -> VariableState:
         """The same with other leaves, of a container in its entries alone."""
         entries = self.entries
         if entries is None:
@@ -180,9 +169,9 @@ def _are_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b)
 
 
-Key = tuple[int, str]
+VariableKey = tuple[int, str]
 """Number of a namespace, and the name of a variable in it."""
-Values = dict[Key, Value]
+VariableStates = dict[VariableKey, VariableState]
 
 
 class Variables:
@@ -215,32 +204,32 @@ class Variables:
         found.append(Namespace("a container that the step holds", dict(enumerate(inner))))
         return cls(found)
 
-    def values(self, keys: Iterable[Key] | None = None) -> Values:
+    def values(self, keys: Iterable[VariableKey] | None = None) -> VariableStates:
         """What variables are now. ``keys``: these alone."""
         if keys is None:
             keys = ((i, name) for i, space in enumerate(self._namespaces) for name in space.names())
-        return {key: Value.of(self._namespaces[key[0]].read(key[1])) for key in keys}
+        return {key: VariableState.of(self._namespaces[key[0]].read(key[1])) for key in keys}
 
-    def changed(self, before: Values) -> list[Key]:
+    def changed(self, before: VariableStates) -> list[VariableKey]:
         """The variables that have been set, deleted or written into since."""
         now = self.values()
-        missing = Value.of(_MISSING)
+        missing = VariableState.of(_MISSING)
         return [
             key
             for key in {**before, **now}
             if not now.get(key, missing).is_same(before.get(key, missing))
         ]
 
-    def put_back(self, before: Values, keys: Iterable[Key]) -> None:
+    def put_back(self, before: VariableStates, keys: Iterable[VariableKey]) -> None:
         """Gives these variables the values of an earlier time."""
-        missing = Value.of(_MISSING)
+        missing = VariableState.of(_MISSING)
         for key in keys:
             number, name = key
             self._namespaces[number].write(name, before.get(key, missing).put_back())
 
     def with_leaves(
-        self, before: Values, keys: Iterable[Key], known: Collection[int]
-    ) -> tuple[Values, dict[int, tuple[Tensor, str]]]:
+        self, before: VariableStates, keys: Iterable[VariableKey], known: Collection[int]
+    ) -> tuple[VariableStates, dict[int, tuple[Tensor, str]]]:
         """The same values, in which tensors of some variables are leaves of a graph of their own.
 
         Args:
@@ -267,18 +256,20 @@ class Variables:
             found[key] = before[key].mapped(leaf_of)
         return found, leaves
 
-    def name(self, key: Key) -> str:
+    def name(self, key: VariableKey) -> str:
         """How errors call a variable."""
         return self._namespaces[key[0]].name.format(key[1])
 
-    def written(self, before: Values) -> str | None:
+    def written(self, before: VariableStates) -> str | None:
         """The name of a tensor that has been written in place since, which nobody can put back."""
         for key, old in before.items():
             if old.versions and versions_of(old.tensors()) != old.versions:
                 return self.name(key)
         return None
 
-    def with_tensors(self, before: Values, keys: Iterable[Key], needs_gradient: bool) -> list[Key]:
+    def with_tensors(
+        self, before: VariableStates, keys: Iterable[VariableKey], needs_gradient: bool
+    ) -> list[VariableKey]:
         """Those of these variables that have got a tensor since, or one with gradient."""
         now = self.values(keys)
         return [
@@ -290,7 +281,7 @@ class Variables:
         ]
 
     def refuse_gradients(
-        self, before: Values, keys: Iterable[Key], tensors: Sequence[Tensor]
+        self, before: VariableStates, keys: Iterable[VariableKey], tensors: Sequence[Tensor]
     ) -> None:
         """Makes it an error to ask for a gradient of what these variables have got since.
 
@@ -305,12 +296,12 @@ class Variables:
             self.put_back({key: value.mapped(refuse)}, [key])
 
 
-def tensors_of(values: Values) -> set[int]:
+def tensors_of(values: VariableStates) -> set[int]:
     """Ids of the tensors in variables."""
     return {id(tensor) for value in values.values() for tensor in value.tensors()}
 
 
-def _new_tensors(old: Value | None, now: Value) -> list[Tensor]:
+def _new_tensors(old: VariableState | None, now: VariableState) -> list[Tensor]:
     known = () if old is None else {id(tensor) for tensor in old.tensors()}
     return [tensor for tensor in now.tensors() if id(tensor) not in known]
 

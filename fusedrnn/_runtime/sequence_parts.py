@@ -11,14 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._step.sequence_call import SequenceCall
-from .loop_forward import like_rows
+from .._step.sequence_call import SequenceCall, like_rows
 
 _LEAST_STEPS, _LEAST_ROWS = 16, 256
 """Shorter parts would save little and cost time: a chunk on a CPU has about as many rows."""
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """Some steps of a sequence."""
 
     begin: int
@@ -30,7 +29,7 @@ class Part(NamedTuple):
         return slice(self.begin, self.begin + self.steps)
 
 
-def parts_of(call: SequenceCall, keeps_sequences: bool) -> list[Part]:
+def parts_of(call: SequenceCall, keeps_sequences: bool) -> list[SequencePart]:
     """In the order of work; the whole sequence as one part where all of it is kept.
 
     The states before all parts and the sequences of one part take least memory together if there
@@ -41,13 +40,14 @@ def parts_of(call: SequenceCall, keeps_sequences: bool) -> list[Part]:
         least = max(_LEAST_STEPS, -(-_LEAST_ROWS // call.rows), math.isqrt(call.seq_len - 1) + 1)
         steps = -(-steps // -(-steps // least))
     found = [
-        Part(begin, min(steps, call.seq_len - begin)) for begin in range(0, call.seq_len, steps)
+        SequencePart(begin, min(steps, call.seq_len - begin))
+        for begin in range(0, call.seq_len, steps)
     ]
     return found[::-1] if call.backwards else found
 
 
 def with_last(
-    call: SequenceCall, part: Part, sequence: Tensor, so_far: Tensor | None
+    call: SequenceCall, part: SequencePart, sequence: Tensor, so_far: Tensor | None
 ) -> Tensor | None:
     """The last output of each row, of the parts up to this one; None as long as no row has one.
 
@@ -64,7 +64,7 @@ def with_last(
     return torch.where(like_rows(flags.any(0), picked), picked, others)
 
 
-def gradient_in(call: SequenceCall, part: Part, gradient: Tensor) -> Tensor | None:
+def gradient_in(call: SequenceCall, part: SequencePart, gradient: Tensor) -> Tensor | None:
     """The gradient of a part's sequence, (steps, batch, width), from that of the last output.
 
     Args:

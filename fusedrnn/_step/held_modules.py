@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from .._runtime.python_variables import names_in
 from .generators import is_generator
 from .replicas import names_of_torch
 
@@ -45,7 +44,7 @@ class Held(NamedTuple):
     """Of random numbers, but torch's."""
 
 
-def held_by(step: Any) -> Held:
+def held_modules(step: Any) -> Held:
     """What a step holds."""
     modules: dict[nn.Module, None] = {}
     held = Held([], [], [], [], [], [])
@@ -154,3 +153,12 @@ def _attributes(value: Any) -> list[Any]:
             with suppress(AttributeError):
                 values.append(object.__getattribute__(value, name))
     return [*values, getattr(type(value), "__call__", None)]  # noqa: B004
+
+
+def names_in(code: CodeType) -> set[str]:
+    """What a function and those within it may read from its Python module."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names

@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._runtime.loop_forward import like_rows
-from .._runtime.loop_run import FlatStep
-from .sequence_call import Names, Resets, SequenceCall
+from .sequence_call import Names, Resets, SequenceCall, like_rows
 from .trees import NOTHING, Leaves, Structure, flatten
 
-Call = Callable[[Any, Any, Any], tuple[Any, Any]]
+TreeStep = Callable[[Any, Any, Any], tuple[Any, Any]]
 """State, input and constants to the new state and the output, as trees."""
 
 
-class Step:
+class LeafStep:
     """A step from leaves to leaves that checks what the user's step returns."""
 
     def __init__(
         self,
-        call: Call,
+        call: TreeStep,
         state: Structure,
         input: Structure,
         constants: Structure = NOTHING,
@@ -102,7 +100,7 @@ def _kind(leaf: Tensor) -> str:
     return f"{leaf.dtype} of shape {tuple(leaf.shape)} on {leaf.device}"
 
 
-def call_of_cell(cell: nn.Module, state: Structure) -> Call:
+def call_of_cell(cell: nn.Module, state: Structure) -> TreeStep:
     """Calls a cell that returns its state, or an output and its state."""
 
     def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
@@ -127,7 +125,7 @@ def call_of_cell(cell: nn.Module, state: Structure) -> Call:
     return call
 
 
-def with_masks(step: FlatStep, call: SequenceCall) -> tuple[FlatStep, SequenceCall, Leaves]:
+def with_masks(step: StepFunction, call: SequenceCall) -> tuple[StepFunction, SequenceCall, Leaves]:
     """A step with the rows of a call that end and that start anew; its call, and its constants.
 
     The inputs have after those of ``step``: if rows end, how many rows on the longest one is from
@@ -190,3 +188,8 @@ def _reset(
         else:
             made[i] = made[i].masked_fill(here, 0)
     return tuple(made)
+
+
+StepFunction = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
+"""State, input and constants of a step to its new state and its output. Constants are what all
+steps of a sequence get."""

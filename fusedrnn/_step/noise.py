@@ -34,7 +34,7 @@ class Draw(NamedTuple):
     dtype: torch.dtype
 
 
-class Source:
+class NumberSource:
     """What gives a step its numbers."""
 
     def _draw(
@@ -59,7 +59,7 @@ class Source:
         return self.uniform(like, shape, dtype).log().neg()
 
 
-class Refusal(Source):
+class DrawsRefused(NumberSource):
     """For backward, in which no step is being taken."""
 
     def _draw(
@@ -156,7 +156,7 @@ class TrialSeed(Seed):
         return False
 
 
-class Noise(Source):
+class Noise(NumberSource):
     """The numbers that the steps of one layer and direction draw."""
 
     def __init__(self, seed: Seed, layer: int) -> None:

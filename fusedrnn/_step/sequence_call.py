@@ -106,7 +106,7 @@ class SequenceCall(NamedTuple):
         return tuple(made)
 
 
-class Values(NamedTuple):
+class LoopValues(NamedTuple):
     """All tensors of a call, by what they are to its steps; a pytree."""
 
     inputs: Leaves
@@ -122,3 +122,8 @@ class Values(NamedTuple):
     def leaves(self) -> Leaves:
         """In the order of the arguments of the autograd function."""
         return tuple(pytree.tree_leaves(self))
+
+
+def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:
+    """Flags of rows, (batch,), in a shape that goes with a leaf of (batch, ...)."""
+    return flags.reshape(-1, *(1,) * (leaf.dim() - 1))

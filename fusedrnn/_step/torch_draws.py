@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._tracers import is_compiling
-from .noise import Source
+from .noise import NumberSource
+from .user_lines import line
 
 Function = Callable[..., Tensor]
 
@@ -30,7 +31,7 @@ def _check(is_right: Any, message: str) -> None:
 def _maker(kind: str, is_like: bool = False) -> Function:
     """randn and rand, or randn_like and rand_like."""
 
-    def drawn(source: Source, *args: Any, **kwargs: Any) -> Tensor:
+    def drawn(source: NumberSource, *args: Any, **kwargs: Any) -> Tensor:
         wanted = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
         if is_like:
             empty = torch.empty_like(args[0] if args else kwargs["input"], **wanted)
@@ -47,7 +48,7 @@ def _maker(kind: str, is_like: bool = False) -> Function:
 
 
 def _normal(
-    source: Source,
+    source: NumberSource,
     mean: Any = 0.0,
     std: Any = 1.0,
     size: Sequence[int] | None = None,
@@ -77,7 +78,7 @@ def _at_least(value: Any, least: float) -> Any:
 def _in_place(numbers: Function) -> Function:
     """Methods that fill a tensor."""
 
-    def drawn(source: Source, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def drawn(source: NumberSource, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         with torch.no_grad():
             made = numbers(source, self, *args, **kwargs)
         return self.copy_(made)
@@ -90,25 +91,25 @@ def _float(like: Tensor) -> torch.dtype:
     return like.dtype if like.is_floating_point() else torch.float32
 
 
-def _fill_normal(source: Source, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+def _fill_normal(source: NumberSource, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
     _check(_at_least(std, 0), f"normal_ expects std >= 0, got {std}")
     return source.normal(like, like.shape, like.dtype) * std + mean
 
 
 def _fill_uniform(
-    source: Source, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
+    source: NumberSource, like: Tensor, low: float = 0.0, high: float = 1.0, **named: Any
 ) -> Tensor:
     low, high = named.get("from", low), named.get("to", high)
     _check(low <= high, f"uniform_ expects from <= to, got {low} and {high}")
     return source.uniform(like, like.shape, like.dtype) * (high - low) + low
 
 
-def _fill_exponential(source: Source, like: Tensor, lambd: float = 1.0) -> Tensor:
+def _fill_exponential(source: NumberSource, like: Tensor, lambd: float = 1.0) -> Tensor:
     _check(lambd > 0, f"exponential_ expects lambd > 0, got {lambd}")
     return source.exponential(like, like.shape, like.dtype) / lambd
 
 
-def _fill_bernoulli(source: Source, like: Tensor, p: Any = 0.5) -> Tensor:
+def _fill_bernoulli(source: NumberSource, like: Tensor, p: Any = 0.5) -> Tensor:
     _check_probability(p)
     return source.uniform(like, like.shape, _float(like)) < p
 
@@ -121,7 +122,7 @@ def _check_probability(p: Any) -> None:
 
 
 def _bernoulli(
-    source: Source, input: Tensor, p: Any = None, *, out: Tensor | None = None
+    source: NumberSource, input: Tensor, p: Any = None, *, out: Tensor | None = None
 ) -> Tensor:
     with torch.no_grad():
         if p is None:
@@ -132,7 +133,7 @@ def _bernoulli(
 
 
 def _multinomial(
-    source: Source,
+    source: NumberSource,
     input: Tensor,
     num_samples: int,
     replacement: bool = False,
@@ -164,7 +165,11 @@ def _multinomial(
 
 
 def _dropout(
-    source: Source, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    source: NumberSource,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
     if not training or p == 0:
         return input
@@ -176,7 +181,7 @@ def _dropout(
 
 
 def _gumbel_softmax(
-    source: Source,
+    source: NumberSource,
     logits: Tensor,
     tau: float = 1,
     hard: bool = False,
@@ -235,7 +240,5 @@ class OtherDraws(TorchDispatchMode):
         if not self.found and torch.Tag.nondeterministic_seeded in function.tags:
             given = (*args, *kwargs.values())
             if not any(isinstance(value, torch.Generator) for value in given):
-                from .user_lines import line
-
                 self.found = f"{function.overloadpacket}{line()}"
         return function(*args, **kwargs)

@@ -21,11 +21,11 @@ from fusedrnn._compiler.program import (
     Carry,
     In,
     Operand,
+    OperandSource,
     Out,
     Phase,
     Product,
     Program,
-    Source,
     Stage,
     StageInput,
     StageOutput,
@@ -89,12 +89,12 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     return ctypes.CDLL(str(compiled(f"driver_{TYPES[dtype]}", text)))
 
 
-def read(source: Source, index: int, offset: int = 0, group: int = 0) -> StageInput:
+def read(source: OperandSource, index: int, offset: int = 0, group: int = 0) -> StageInput:
     return StageInput(Operand(source, index, offset), In.GROUP if group else In.COLUMN, group)
 
 
 def gates(array: int, size: int, count: int) -> list[StageInput]:
-    return [read(Source.ARRAY, array, i * size) for i in range(count)]
+    return [read(OperandSource.ARRAY, array, i * size) for i in range(count)]
 
 
 def made(*values: int) -> list[StageOutput]:
@@ -123,7 +123,7 @@ def value(
 
 
 def product(
-    source: Source,
+    source: OperandSource,
     index: int,
     weight: int,
     shape: tuple[int, int],
@@ -135,7 +135,7 @@ def product(
     return Product(Operand(source, index, 0), weight, *shape, array, 0, adds, phase)
 
 
-INPUT, CARRY, VALUE, ARRAY, VECTOR = list(Source)[:5]
+INPUT, CARRY, VALUE, ARRAY, VECTOR = list(OperandSource)[:5]
 
 
 def gru(inputs: int = 3, size: int = 5) -> Cell:
@@ -206,7 +206,7 @@ def lstm(inputs: int = 3, size: int = 5) -> Cell:
 
 def sample(inputs: int = 3, size: int = 5, latent: int = 6) -> Cell:
     """Two stages; a latent that is drawn, multiplied and returned."""
-    drawn = StageInput(Operand(Source.DRAW, 0, 0), In.NORMAL, 0)
+    drawn = StageInput(Operand(OperandSource.DRAW, 0, 0), In.NORMAL, 0)
     form = Program(
         inputs=[inputs],
         sequences=[size, latent],

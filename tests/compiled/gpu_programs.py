@@ -17,7 +17,7 @@ from stage_library import COMPILER, CSRC, FLAGS, HERE, built
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compiler import pipeline, printing, ready
+from fusedrnn._compiler import pipeline, step_to_compile, unused_results
 from fusedrnn._compiler.build import CannotBuild, Library
 
 
@@ -47,11 +47,11 @@ def take(
     have_own_programs(patch, str(path))
     patch.setattr(_library, "cuda", ctypes.CDLL(str(path)))
     _print_for_gpus(patch)
-    patch.setattr(ready, "build", build)
+    patch.setattr(pipeline, "build", build)
 
 
 def _print_for_gpus(patch: pytest.MonkeyPatch) -> None:
-    for module in (pipeline, printing, ready):
+    for module in (pipeline, step_to_compile, unused_results):
         patch.setattr(module, "kind_of", lambda device: "cuda")
 
 
@@ -74,7 +74,7 @@ def gpu_text(case: Case, dtype: torch.dtype) -> str:
     with pytest.MonkeyPatch.context() as patch:
         have_own_programs(patch)
         _print_for_gpus(patch)
-        patch.setattr(ready, "build", taken)
+        patch.setattr(pipeline, "build", taken)
         with pytest.raises(RuntimeError, match="it has been taken"):
             fusedrnn.Recurrent(module, compile="require")(inputs, case.state(module, 2))
     return texts[0]

@@ -20,10 +20,11 @@ from compiled.plain import operators_loop
 from torch import Tensor
 
 from fusedrnn import _ops
-from fusedrnn._compiler import compiled_step, ready, records, verify
-from fusedrnn._compiler.compiled_step import Printed
+from fusedrnn._compiler import compiled_step, pipeline, records, unused_results
+from fusedrnn._compiler.compiled_step import Generated
 from fusedrnn._compiler.interpreter import _Step
 from fusedrnn._compiler.operation_graph import CannotStore
+from fusedrnn._compiler.trial import Trial
 from fusedrnn._recurrent import compiled_calls
 from fusedrnn._runtime import find_program, operator_arguments
 from fusedrnn._runtime.operator_arguments import SEQUENCE, STATE
@@ -39,7 +40,7 @@ def have_own_programs(patch: pytest.MonkeyPatch, backend: str = "") -> None:
     Args:
         backend: Or none that has been made at all, if this is empty.
     """
-    new = compiled_calls._Steps(), WeakValueDictionary[Any, Any]()
+    new = compiled_calls._TracedSteps(), WeakValueDictionary[Any, Any]()
     steps, known = _found.setdefault(backend, new) if backend else new
     patch.setattr(compiled_calls, "_steps", steps)
     patch.setattr(find_program, "_known", known)
@@ -52,33 +53,35 @@ def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
     for function in (_Operators.chunk, _Operators.call, _Operators.call_backward):
         setattr(fake, function.__name__, function.__get__(_Operators()))
 
-    def with_library(program: Any, *_: Any) -> Any:
+    def add_library(program: Any, *_: Any) -> None:
         with suppress(CannotStore):
-            program.printed = _stored(program.printed)
+            program.generated = _stored(program.generated)
         program.number = len(_programs)
         _programs.append(program)
-        return program
 
-    def by_interpreter(program: Any, trial: verify.Trial, *_: Any) -> Any:
+    def by_interpreter(program: Any, trial: Trial, *_: Any) -> Any:
         return trial.by_interpreter(program)
 
     with pytest.MonkeyPatch.context() as patch:
         have_own_programs(patch, "" if makes_all_anew else "interpreted")
         patch.setattr(operator_arguments, "program_operators", fake)
         patch.setattr(compiled_step, "program_operators", fake)
-        patch.setattr(ready, "with_library", with_library)
-        patch.setattr(verify, "_by_operators", by_interpreter)
+        for module in (pipeline, unused_results):
+            patch.setattr(module, "add_library", add_library)
+            patch.setattr(module, "verify_library", lambda *_: None)
+        for user in (find_program, compiled_calls):
+            patch.setattr(user, "run_library", by_interpreter)
         # Programs of others have libraries, and these have none.
         patch.setattr(find_program, "_known", WeakValueDictionary())
-        patch.setattr(compiled_calls, "_steps", compiled_calls._Steps())
+        patch.setattr(compiled_calls, "_steps", compiled_calls._TracedSteps())
         yield
 
 
-def _stored(printed: Printed) -> Printed:
+def _stored(generated: Generated) -> Generated:
     """As a record has it."""
-    found = records._to_printed(json.loads(json.dumps(records._of_printed(printed))))
+    found = records._to_generated(json.loads(json.dumps(records._of_generated(generated))))
     assert found is not None
-    assert found._replace(outside=None) == printed._replace(outside=None)  # type: ignore[arg-type]
+    assert found._replace(call_weights=None) == generated._replace(call_weights=None)  # type: ignore[arg-type]
     return found
 
 
@@ -155,11 +158,11 @@ class _Operators:
 
 def _groups(program: Any, tensors: list[Tensor], first_state: int) -> list[list[Tensor]]:
     """Inputs, carries, weights and vectors, as the interpreter takes them."""
-    outside, first = program.printed.outside, first_state + len(program.form.carries)
+    call_weights, first = program.generated.call_weights, first_state + len(program.form.carries)
     inputs, like = tensors[:first_state], tensors[first_state].double()
-    if not outside.makes_inputs:
-        inputs = [inputs[i] for i in outside._inputs]
-    weights, vectors = outside.recipes.made(tensors[first:], like)
+    if not call_weights.makes_inputs:
+        inputs = [inputs[i] for i in call_weights._inputs]
+    weights, vectors = call_weights.recipes.made(tensors[first:], like)
     return [
         [x.double().reshape(*x.shape[:2], -1) for x in inputs],
         [x.double().reshape(x.shape[0], -1) for x in tensors[first_state:first]],
@@ -174,7 +177,7 @@ def _run(
     seed: Tensor | None, lengths: Tensor | None, reset: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """All sequences and the last carries."""
-    made_by, (inputs, carries, weights, vectors) = program.made(), groups
+    made_by, (inputs, carries, weights, vectors) = program.derived(), groups
     plan = made_by.plan
     rows, nothing = carries[0].shape[0], carries[0].new_empty(0)
     reset_to = [

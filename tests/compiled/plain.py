@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fusedrnn._single_steps.noise import Noise, Seed
-from fusedrnn._single_steps.watch import Watch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fusedrnn._runtime.operator_arguments import KEEP, SEQUENCE, ZERO
+from fusedrnn._step.noise import Noise, Seed
+from fusedrnn._step.watch import Watch
 
 
 class RoundedNoise(Noise):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedrnn import _library
 from fusedrnn._compiler import program_operators
-from fusedrnn._compiler.program import In, Operand, Out, Phase, Program, Source, Stage
+from fusedrnn._compiler.program import In, Operand, OperandSource, Out, Phase, Program, Stage
 
 GRU, LSTM, SAMPLE, NORM, OUTPUT, EMBED = (cell.program for cell in CELLS.values())
 
@@ -43,7 +43,7 @@ def with_result(program: Program, stage: int, index: int, **fields: Any) -> Prog
     return changed(program, "stages", stage, outputs=outputs)
 
 
-def source(kind: Source, index: int, offset: int = 0) -> dict[str, Operand]:
+def source(kind: OperandSource, index: int, offset: int = 0) -> dict[str, Operand]:
     return {"operand": Operand(kind, index, offset)}
 
 
@@ -63,7 +63,10 @@ REFUSED = {
     "two values": (changed(OUTPUT, "values", 2, sequence=0), "columns that another has"),
     "bias": (changed(GRU, "arrays", 0, bias=2), "vector 2 of 2"),
     "bias's width": (changed(GRU, "arrays", 0, bias=1), "15 columns and a bias of 5"),
-    "product of a vector": (changed(GRU, "products", 0, **source(Source.VECTOR, 0)), "multiply"),
+    "product of a vector": (
+        changed(GRU, "products", 0, **source(OperandSource.VECTOR, 0)),
+        "multiply",
+    ),
     "operand's columns": (changed(GRU, "products", 0, terms=4), "4 columns from 0 on of 3"),
     "product's array": (changed(GRU, "products", 0, array=2), "array 2 of 2"),
     "product's columns": (changed(GRU, "products", 0, offset=1), "15 columns from 1 on of 15"),
@@ -73,9 +76,12 @@ REFUSED = {
     "value is no operand": (changed(SAMPLE, "values", 0, is_operand=False), "is no operand"),
     "unread operand": (changed(SAMPLE, "values", 0, is_read=False), "is no operand"),
     "value is not read": (changed(NORM, "values", 0, is_read=False), "not to be read"),
-    "input's index": (with_input(GRU, 0, 0, **source(Source.ARRAY, 2)), "source 2 of 2"),
-    "input's columns": (with_input(GRU, 0, 0, **source(Source.ARRAY, 0, 11)), "5 columns from 11"),
-    "negative offset": (with_input(GRU, 0, 0, **source(Source.ARRAY, 0, -1)), "from -1 on"),
+    "input's index": (with_input(GRU, 0, 0, **source(OperandSource.ARRAY, 2)), "source 2 of 2"),
+    "input's columns": (
+        with_input(GRU, 0, 0, **source(OperandSource.ARRAY, 0, 11)),
+        "5 columns from 11",
+    ),
+    "negative offset": (with_input(GRU, 0, 0, **source(OperandSource.ARRAY, 0, -1)), "from -1 on"),
     "input's kind": (with_input(GRU, 0, 0, kind=In.NORMAL), "kind is none of its source"),
     "drawn column": (with_input(SAMPLE, 0, 2, kind=In.COLUMN), "kind is none of its source"),
     "group of columns": (with_input(GRU, 0, 0, group=5), "groups of 5 columns"),

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import fusedrnn
 from fusedrnn import _library
-from fusedrnn._compiler import program_operators, ready
+from fusedrnn._compiler import pipeline, program_operators
 
 SMOOTH = [case for case in SEVERAL if not case.is_discrete]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -179,13 +179,13 @@ def test_a_library_that_computes_something_else(
     if runs == "emulated":
         emulate(monkeypatch)
     have_own_programs(monkeypatch)
-    build = ready.build
+    build = pipeline.build
 
     def build_wrong(text: str, **named: Any) -> Any:
         assert right in text
         return build(text.replace(right, wrong), **named)
 
-    monkeypatch.setattr(ready, "build", build_wrong)
+    monkeypatch.setattr(pipeline, "build", build_wrong)
     rnn = fusedrnn.Recurrent(torch.nn.RNNCell(3, 3), compile="require")
     with pytest.raises(RuntimeError, match="the library does not compute what the program does"):
         rnn(torch.zeros(2, 1, 3))

@@ -25,7 +25,7 @@ T, B, H = 5, 3, 6
 def _threads_change_often(folder: Path) -> Iterator[None]:
     """And nothing is compiled before."""
     find_program._known.clear()
-    compiled_calls._steps = compiled_calls._Steps()
+    compiled_calls._steps = compiled_calls._TracedSteps()
     torch._dynamo.reset()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedrnn
 from bench.any_cell_steps import Size, start_of
 from docs.examples.published_cells import CASES
-from fusedrnn._compiler import ready
-from fusedrnn._compiler.call_weights import Outside
+from fusedrnn._compiler import pipeline
+from fusedrnn._compiler.call_weights import CallWeights
 from fusedrnn._runtime import sequence_parts
 
 T, B, H = 4, 3, 16
@@ -66,18 +66,18 @@ class OnlyOn(TorchDispatchMode):
 @pytest.mark.parametrize("name", [*OWN, "DreamerV3"])
 def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for a GPU, and torch could not capture it in a CUDA graph."""
-    asked: list[tuple[Outside, Sequence[Tensor]]] = []
-    tensors = Outside.tensors
+    asked: list[tuple[CallWeights, Sequence[Tensor]]] = []
+    tensors = CallWeights.tensors
 
-    def noted(self: Outside, constants: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    def noted(self: CallWeights, constants: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         asked.append((self, constants))
         return tensors(self, constants, like)
 
-    def make(outside: Outside) -> None:
-        every = tensors(outside, meta, carry)
-        outside.recipes.made(every, carry)
+    def make(call_weights: CallWeights) -> None:
+        every = tensors(call_weights, meta, carry)
+        call_weights.recipes.made(every, carry)
 
-    monkeypatch.setattr(Outside, "tensors", noted)
+    monkeypatch.setattr(CallWeights, "tensors", noted)
     if name in OWN:
         cell: nn.Module = OWN[name]()
         inputs: Any = torch.randn(T, B, H)
@@ -86,36 +86,36 @@ def test_a_call_copies_nothing_to_its_device(name: str, monkeypatch: pytest.Monk
         cell, inputs = case.cell(H, B), case.inputs(T, B, H)
     with interpreted():
         fusedrnn.Recurrent(cell, compile="require")(inputs, start_of(cell, Size(T, B, H), "cpu"))
-    outside, constants = asked[-1]
+    call_weights, constants = asked[-1]
     meta = [constant.to("meta") for constant in constants]
     carry = torch.empty(B, H, device="meta")
     with pytest.raises(AssertionError), OnlyOn("meta"):
-        make(outside)
+        make(call_weights)
     with torch.inference_mode():
-        outside.prepare(carry.device, carry.dtype)
+        call_weights.prepare(carry.device, carry.dtype)
     with OnlyOn("meta"):
-        make(outside)
-    (known,) = [one for (device, _), one in outside._known.items() if device == carry.device]
+        make(call_weights)
+    (known,) = [one for (device, _), one in call_weights._known.items() if device == carry.device]
     assert not any(number.is_inference() for number in known._held.values())
-    outside.prepare(carry.device, carry.dtype)  # as another first use of the program does
-    assert known in outside._known.values(), "a graph may read it"
+    call_weights.prepare(carry.device, carry.dtype)  # as another first use of the program does
+    assert known in call_weights._known.values(), "a graph may read it"
 
 
 def test_every_library_has_what_its_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of a record, which is not compared to anything."""
     held: list[Any] = []
-    outside = SimpleNamespace(prepare=lambda *given: held.append(given), numbers=lambda *_: [])
+    call_weights = SimpleNamespace(prepare=lambda *given: held.append(given), numbers=lambda *_: [])
     program: Any = SimpleNamespace(
-        printed=SimpleNamespace(text="", outside=outside),
+        generated=SimpleNamespace(text="", call_weights=call_weights),
         form=None,
         dtype=torch.float32,
         sequence_shapes=[],
         state_shapes=[],
     )
-    monkeypatch.setattr(ready, "build", lambda *_, **__: SimpleNamespace(function=0))
-    monkeypatch.setattr(ready.operators, "add_program", lambda *_, **__: 0)
+    monkeypatch.setattr(pipeline, "build", lambda *_, **__: SimpleNamespace(function=0))
+    monkeypatch.setattr(pipeline.program_operators, "add_program", lambda *_, **__: 0)
     device = torch.device("cpu")
-    assert ready.with_library(program, None, device, lambda *_: None) is program
+    pipeline.add_library(program, device)
     assert held == [(device, torch.float32)]
 
 

@@ -29,9 +29,9 @@ from fusedrnn._compiler import (
     library_cache,
     operation_graph,
     pipeline,
-    printing,
-    ready,
     records,
+    step_to_compile,
+    trial,
     unused_results,
     verify,
 )
@@ -56,7 +56,8 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(module, name, call)
 
     noted(pipeline, "trace")
-    noted(printing, "derive")
+    noted(pipeline, "derive")
+    noted(unused_results, "derive")
     yield found
 
 
@@ -77,7 +78,7 @@ class Scaled(nn.Module):
 def forget() -> None:
     """What this process knows of steps, as if it was another one."""
     find_program._known.clear()
-    compiled_calls._steps = compiled_calls._Steps()
+    compiled_calls._steps = compiled_calls._TracedSteps()
     torch._dynamo.reset()  # or else numbers that once were others are inputs
 
 
@@ -169,9 +170,9 @@ def test_records_have_the_same_programs(case: Case, folder: Path, traces: list[s
         traces.clear()
         second = results()
     assert not traces
-    again = runner._programs[-1].printed
-    assert again.outside is not program.printed.outside
-    assert again._replace(outside=None) == program.printed._replace(outside=None)
+    again = runner._programs[-1].generated
+    assert again.call_weights is not program.generated.call_weights
+    assert again._replace(call_weights=None) == program.generated._replace(call_weights=None)
     assert same(second, first)
 
 
@@ -277,9 +278,9 @@ def test_a_record_is_of_one_kind_of_device(
         texts.append(text)
         raise build.CannotBuild("it has been taken")
 
-    for module in (pipeline, printing, ready):
+    for module in (pipeline, step_to_compile, unused_results):
         monkeypatch.setattr(module, "kind_of", lambda device: "cuda")
-    monkeypatch.setattr(ready, "build", taken)
+    monkeypatch.setattr(pipeline, "build", taken)
     with pytest.raises(RuntimeError, match="it has been taken"):
         numbers(Scaled())
     assert texts and all("fusedrnn_stage_launch" in text for text in texts)
@@ -296,19 +297,19 @@ def test_another_version_of_the_compiler(
 
 
 def in_text(stored: dict[str, Any], old: str, new: str) -> None:
-    text = stored["printed"]["text"]
+    text = stored["generated"]["text"]
     assert old in text
-    stored["printed"]["text"] = text.replace(old, new)
+    stored["generated"]["text"] = text.replace(old, new)
 
 
 def of_unknown_operations(stored: dict[str, Any]) -> None:
-    nodes = stored["printed"]["outside"]["module"]["nodes"]
+    nodes = stored["generated"]["call_weights"]["module"]["nodes"]
     node = next(node for node in nodes if node["op"] == "call_function")
     node["target"] = "os.system.default"
 
 
 def of_another_constant(stored: dict[str, Any]) -> None:
-    tensors = stored["printed"]["outside"]["module"]["tensors"]
+    tensors = stored["generated"]["call_weights"]["module"]["tensors"]
     assert tensors
     for tensor in tensors.values():
         tensor["shape"], tensor["numbers"] = [3], [1.0, 2.0]
@@ -333,28 +334,28 @@ cache.write(file, b"{")
 file.chmod(0o666)
 """
 DAMAGED_RECORDS = """
-stored.pop("printed")
+stored.pop("generated")
 stored.pop("unread")
 stored.pop("library")
 stored.pop("graphs")
-stored["printed"].pop("form")
-stored["printed"].pop("output_sequences")
-stored["printed"].pop("outside")
-stored["printed"].pop("text")
-stored["printed"].pop("has_choices")
-stored.update(printed=None)
-stored["printed"]["form"].pop()
-stored["printed"]["form"].append(0)
-stored["printed"].update(output_sequences=[7])
-stored["printed"].update(text="no C++")
-stored["printed"]["outside"].update(count=1)
-stored["printed"]["outside"].update(inputs=[5])
-stored["printed"]["outside"].update(constants=[])
-stored["printed"]["outside"]["recipes"].pop()
-stored["printed"]["outside"]["recipes"][1].pop()
-stored["printed"]["outside"]["recipes"][1].reverse()
-stored["printed"]["outside"]["recipes"][2].pop()
-stored["printed"]["outside"]["recipes"][2][0][0][0][0] = 99
+stored["generated"].pop("form")
+stored["generated"].pop("output_sequences")
+stored["generated"].pop("call_weights")
+stored["generated"].pop("text")
+stored["generated"].pop("has_choices")
+stored.update(generated=None)
+stored["generated"]["form"].pop()
+stored["generated"]["form"].append(0)
+stored["generated"].update(output_sequences=[7])
+stored["generated"].update(text="no C++")
+stored["generated"]["call_weights"].update(count=1)
+stored["generated"]["call_weights"].update(inputs=[5])
+stored["generated"]["call_weights"].update(constants=[])
+stored["generated"]["call_weights"]["recipes"].pop()
+stored["generated"]["call_weights"]["recipes"][1].pop()
+stored["generated"]["call_weights"]["recipes"][1].reverse()
+stored["generated"]["call_weights"]["recipes"][2].pop()
+stored["generated"]["call_weights"]["recipes"][2][0][0][0][0] = 99
 of_unknown_operations(stored)
 of_another_constant(stored)
 in_text(stored, "math::tanh(", "math::sigmoid(")
@@ -422,7 +423,7 @@ def test_each_process_compares_the_library_to_the_step(
     """By way of the interpreter in 16 bits. Neither operations nor code show all."""
     first_uses(folder, dtype)
     found: list[str] = []
-    for owner, name in ((verify, "_compare_library"), (verify.Trial, "by_interpreter")):
+    for owner, name in ((verify, "_compare_library"), (trial.Trial, "by_interpreter")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *g, n=name, c=call: found.append(n) or c(*g))
     numbers(Scaled(), dtype=dtype)
@@ -471,10 +472,10 @@ def _of_one_output(is_bounded: bool) -> list[Tensor | None]:
         *(
             pytest.param(line, marks=pytest.mark.slow)
             for line in (
-                'stored.pop("printed")',
+                'stored.pop("generated")',
                 'stored.update(library="of another compiler")',
-                'stored["printed"]["form"].pop()',
-                'stored["printed"].update(output_sequences=[1, 0])',
+                'stored["generated"]["form"].pop()',
+                'stored["generated"].update(output_sequences=[1, 0])',
             )
         ),
     ],
@@ -499,7 +500,7 @@ def test_programs_without_unused_results(
     for record in steps(folder):
         stored = json.loads(library_cache.read(record) or b"")
         whole = json.loads(stored["graphs"])["module"] is not None
-        if damage and not whole and stored["printed"]:
+        if damage and not whole and stored["generated"]:
             _damage(record, damage)
     found.clear()
     assert same(_of_one_output(is_bounded), first)

@@ -31,7 +31,7 @@ from numpy.random import default_rng
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._compiler import verify
+from fusedrnn._compiler.trial import Trial
 from fusedrnn._front import traced_step
 from fusedrnn._front.torch_refusals import reason_of
 
@@ -191,7 +191,7 @@ def test_what_buffers_hide_at_the_first_call(
 
 
 def test_buffers_of_zeros_are_tried_with_other_numbers() -> None:
-    trial = verify.Trial(
+    trial = Trial(
         (torch.zeros(H), torch.ones(H)),
         [False, False],
         (),

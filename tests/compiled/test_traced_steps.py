@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn._front.traced_step import CompiledStep
+from fusedrnn._front.traced_step import TracedStep
 
 H = 4
 F64 = torch.float64
@@ -52,16 +52,16 @@ def check(rnn: fusedrnn.Recurrent, x: Any, h: Any) -> None:
 
 
 @pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[CompiledStep]:
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[TracedStep]:
     """A step of each trace."""
-    found: list[CompiledStep] = []
-    backend = CompiledStep._backend
+    found: list[TracedStep] = []
+    backend = TracedStep._backend
 
-    def counted(self: CompiledStep, *args: Any) -> Any:
+    def counted(self: TracedStep, *args: Any) -> Any:
         found.append(self)
         return backend(self, *args)
 
-    monkeypatch.setattr(CompiledStep, "_backend", counted)
+    monkeypatch.setattr(TracedStep, "_backend", counted)
     return found
 
 
@@ -83,7 +83,7 @@ def test_classes_are_freed() -> None:
     assert [reference() for reference in gone] == [None] * 3
 
 
-def test_one_trace_for_all_sizes_and_modes(traces: list[CompiledStep]) -> None:
+def test_one_trace_for_all_sizes_and_modes(traces: list[TracedStep]) -> None:
     rnn = fusedrnn.Recurrent(new_class()(), compile="require")
     with interpreted():
         for batch, steps in ((3, 5), (2, 1), (7, 40), (64, 2), (65, 2)):
@@ -100,7 +100,7 @@ def test_one_trace_for_all_sizes_and_modes(traces: list[CompiledStep]) -> None:
         assert len(traces) == 2
 
 
-def test_cells_of_one_class_share_a_trace(traces: list[CompiledStep]) -> None:
+def test_cells_of_one_class_share_a_trace(traces: list[TracedStep]) -> None:
     kind = new_class()
     with interpreted():
         for _ in range(20):
@@ -108,7 +108,7 @@ def test_cells_of_one_class_share_a_trace(traces: list[CompiledStep]) -> None:
     assert len(traces) == 1
 
 
-def test_a_float_that_is_annealed(traces: list[CompiledStep]) -> None:
+def test_a_float_that_is_annealed(traces: list[TracedStep]) -> None:
     """The second value makes it an input of the program; others cost nothing."""
     cell = new_class()()
     rnn = fusedrnn.Recurrent(cell, compile="require")
@@ -198,7 +198,7 @@ def test_warnings_name_lines_of_no_module() -> None:
     assert [(warning.filename, warning.lineno) for warning in said] == [("<cell>", 3)]
 
 
-def test_attributes_decide(traces: list[CompiledStep]) -> None:
+def test_attributes_decide(traces: list[TracedStep]) -> None:
     cell = new_class()()
     rnn = fusedrnn.Recurrent(cell, compile="require")
     with interpreted():
@@ -253,7 +253,7 @@ def test_scan_compiles() -> None:
     assert explanation.is_compiled
 
 
-def test_scan_of_steps_that_are_made_anew(traces: list[CompiledStep]) -> None:
+def test_scan_of_steps_that_are_made_anew(traces: list[TracedStep]) -> None:
     """With tensors and modules of their own around them."""
     x, h = given()
 
@@ -279,13 +279,13 @@ def test_scan_of_steps_that_are_made_anew(traces: list[CompiledStep]) -> None:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that go through torch.compile."""
-    calls, take = [], CompiledStep.__call__
+    calls, take = [], TracedStep.__call__
 
-    def counted(self: CompiledStep, *given: Any) -> Any:
+    def counted(self: TracedStep, *given: Any) -> Any:
         calls.append(given)
         return take(self, *given)
 
-    monkeypatch.setattr(CompiledStep, "__call__", counted)
+    monkeypatch.setattr(TracedStep, "__call__", counted)
     return calls
 
 

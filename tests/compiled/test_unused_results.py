@@ -244,7 +244,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fusedrnn._compiler import unused_results
-    from fusedrnn._compiler.trace import CannotCompile
+    from fusedrnn._front.refusals import CannotCompile
 
     def fail(*_: object) -> None:
         raise CannotCompile("for this test")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from compiled.plain import at, loss_of, stacked
 from compiled.plain import loop as plain_loop
-from fusedrnn._single_steps.noise import Seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
+from fusedrnn._step.noise import Seed
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusedrnn._single_steps.held_modules import held_by
 from loops import F64, By, check_same, double, scan_loop
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn._step.held_modules import held_modules
 
 T, B, H = 5, 3, 4
 
@@ -125,9 +125,9 @@ def test_the_search_ends() -> None:
     for _ in range(5):
         deep = SimpleNamespace(deep=deep)
     data: list[Any] = [0.0] * 10**6
-    assert held_by(lambda h, x: (ring, deep, data)).modules == []
+    assert held_modules(lambda h, x: (ring, deep, data)).modules == []
     ring.norm = norm
-    assert held_by(lambda h, x: (ring, deep, data)).modules == [norm]
+    assert held_modules(lambda h, x: (ring, deep, data)).modules == [norm]
 
 
 # Variables around a function

@@ -169,8 +169,13 @@ WAYS: dict[str, Callable[[], nn.Module]] = {
 def test_replicas_as_in_data_parallel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold plain tensors that are not leaves, as attributes, and each call has others."""
     monkeypatch.setenv("FUSEDRNN_COMPILE", "1")
-    traced, new = [], pipeline._FirstUse.new
-    monkeypatch.setattr(pipeline._FirstUse, "new", lambda use: (traced.append(use), new(use))[1])
+    traced, compile_step = [], pipeline.compile_step
+
+    def noted(step: Any, *given: Any) -> Any:
+        traced.append(step)
+        return compile_step(step, *given)
+
+    monkeypatch.setattr(pipeline, "compile_step", noted)
     torch.manual_seed(0)
     with interpreted(makes_all_anew=True):
         rnn: Any = WAYS[way]().double()

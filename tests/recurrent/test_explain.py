@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from compiled.plain import loop as plain_loop
-from fusedrnn._single_steps.generators import drawn_from, global_generators, states_of
 from loops import By, Mixed, Noisy, check_same, scan_loop, twice
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -19,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 
 import fusedrnn
+from fusedrnn._step.generators import drawn_from, global_generators, states_of
 
 
 def test_what_is_printed() -> None:

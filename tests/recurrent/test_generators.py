@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fusedrnn._single_steps.noise import Seed
 from loops import By, Unseen, generator
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, Gamma
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 import fusedrnn
 from fusedrnn._runtime.loop_run import Run
+from fusedrnn._step.noise import Seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 T, B, H = 7, 3, 4

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fusedrnn._single_steps.generators import drawn_from, global_generators, states_of
 from loops import (
     F64,
     By,
@@ -35,6 +34,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fusedrnn
+from fusedrnn._step.generators import drawn_from, global_generators, states_of
 
 SEQ_LEN, BATCH, H = 16, 2, 3
 ZEROS = torch.zeros(BATCH, H, dtype=F64)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from compiled.plain import Masks, one_loop
-from fusedrnn._single_steps.noise import Noise, Seed
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fusedrnn
+from fusedrnn._step.noise import Noise, Seed
 
 T, B, H = 9, 4, 5
 CELLS = {

@@ -1,0 +1,25 @@
+"""Why a step is not compiled: each a sentence without a full stop, which users read."""
+
+from __future__ import annotations
+
+
+class CannotCompile(Exception):
+    """Why a step has to be taken in Python, a sentence without a stop."""
+
+
+class StepRaises(CannotCompile):
+    """The step itself raises, maybe for the numbers that it was tried with."""
+
+
+class CannotTrace(Exception):
+    """Why a step runs in Python, a sentence without a stop."""
+
+
+class ChangesPython(CannotTrace):
+    """The step changes something in Python. It may do so once, as where it makes what it lacks."""
+
+
+CHANGING = (
+    "numbers or objects that it reads in Python change from call to call; make them buffers or "
+    "inputs"
+)
