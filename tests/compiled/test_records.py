@@ -166,7 +166,7 @@ def test_records_have_the_same_programs(case: Case, folder: Path, traces: list[s
         program = runner._programs[-1]
         assert program.key
         program.library = build.Library(0, Path(), "", True, 0.0, 0)
-        records.keep(program, program.made().plan.lowered.traced.module)
+        records.keep(program, program.derived().plan.lowered.traced.module)
         traces.clear()
         second = results()
     assert not traces
@@ -618,5 +618,5 @@ def test_programs_hold_no_weights(folder: Path, dtype: torch.dtype) -> None:
         rnn = fusedrnn.Recurrent(Scaled().to(dtype), compile="require")
         rnn(torch.zeros(T, B, H, dtype=dtype), torch.zeros(B, H, dtype=dtype))
         (program,) = find_program._known.values()
-        traced = program.made().plan.lowered.traced
+        traced = program.derived().plan.lowered.traced
         assert all(traced.values[node].is_meta for node in traced.constants)
