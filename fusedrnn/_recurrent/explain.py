@@ -11,9 +11,9 @@ from .._runtime.cuda_graphs import RECORDERS
 from .._runtime.loop_chunks import Explanation, measure_graph, measure_step
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves, Structure, flatten
-from .compiled_calls import NoProgram, PlannedCall, ProgramOptions, in_order
 from .layer_call import OneLayerCall, Settings, why_no_program
 from .layers_call import LayersCall, joined
+from .running_call import NoProgram, PlannedCall, ProgramOptions, in_order
 
 _STEPS = 3
 

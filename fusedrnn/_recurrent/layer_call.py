@@ -30,16 +30,10 @@ from .._step.torch_draws import WAY_OUT, OtherDraws
 from .._step.trees import Leaves
 from .._tracers import is_alone
 from .._warnings import warn
-from .compiled_calls import (
-    CompiledCalls,
-    NoProgram,
-    NotCompiled,
-    ProgramOptions,
-    TooSmall,
-    UserStep,
-    code_of,
-)
+from .compiled_calls import CompiledCalls
 from .obstacles import unusual_weight
+from .running_call import NoProgram, NotCompiled, ProgramOptions, TooSmall
+from .user_step import UserStep, code_of
 
 
 @dataclass(frozen=True)

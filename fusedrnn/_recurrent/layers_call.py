@@ -16,10 +16,10 @@ from .._step.noise import Seed
 from .._step.replicas import is_replica
 from .._step.sequence_call import Names, Resets, SequenceCall
 from .._step.trees import Leaves, Structure, check_tensors, flatten
-from .compiled_calls import UserStep
 from .initial_state import initial_state
 from .layer_call import CellMemory, OneLayerCall, Settings
 from .sequence_forms import Sequences
+from .user_step import UserStep
 
 
 @dataclass

@@ -13,9 +13,10 @@ from torch import Tensor
 from .._step.replicas import is_replica
 from .._step.trees import Leaves, flatten
 from .._tracers import is_transformed
-from .compiled_calls import CallKind, CompiledCalls
+from .compiled_calls import CompiledCalls
 from .initial_state import initial_state
 from .layer_call import OneLayerCall, options_of
+from .running_call import CallKind
 
 _MOST = 64
 """Kinds of calls that are remembered."""

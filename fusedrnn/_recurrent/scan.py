@@ -13,9 +13,9 @@ from .._step.noise import Seed
 from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, check_tensors, flatten
 from .._tracers import never_in_graphs
-from .compiled_calls import UserStep
 from .explain import explained
 from .layer_call import OneLayerCall, Settings, cell_memory_of
+from .user_step import UserStep
 
 
 @never_in_graphs

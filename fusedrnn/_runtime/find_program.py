@@ -1,7 +1,4 @@
-"""Programs of steps: which graph has one, and how it is made.
-
-Everything that lowers and builds is imported when the first program is made.
-"""
+"""Programs of steps: which graph has one, and how it is made."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class ForNow(str):
     """A reason that may not hold for the next call."""
 
 
-Check = Callable[["StepGraph", "Given"], str]
+Check = Callable[[StepGraph, Given], str]
 """Says of a step's graph, before a program is made of it, why there can be none; or nothing."""
 
 _known: WeakValueDictionary[Any, CompiledStep] = WeakValueDictionary()
@@ -82,7 +79,6 @@ def _new(
     call: SequenceCall,
     check: Check,
 ) -> CompiledStep | str:
-
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return ForNow("a CUDA graph is being captured, and no call before it has made the program")
 
@@ -98,7 +94,6 @@ def _new(
             of_process = _key(graph, given, call)
             if of_process in _known:
                 return _known[of_process]
-
             made = find_or_compile(
                 graph, given, call.within_ends(), call.state, call.names, run_library
             )
@@ -145,7 +140,6 @@ def without_unused(
         used: Of each output, then of each leaf of the last state.
         trained: Which constants have gradients.
     """
-
     if used in program.without:
         return program.without[used]
     if state[0].is_cuda and torch.cuda.is_current_stream_capturing():

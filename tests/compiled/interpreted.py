@@ -25,7 +25,8 @@ from fusedrnn._compiler.compiled_step import Generated
 from fusedrnn._compiler.interpreter import _Step
 from fusedrnn._compiler.operation_graph import CannotStore
 from fusedrnn._compiler.trial import Trial
-from fusedrnn._recurrent import compiled_calls
+from fusedrnn._recurrent import compiled_calls, running_call
+from fusedrnn._recurrent.shared_steps import SharedSteps
 from fusedrnn._runtime import find_program, operator_arguments
 from fusedrnn._runtime.operator_arguments import SEQUENCE, STATE
 
@@ -40,9 +41,9 @@ def have_own_programs(patch: pytest.MonkeyPatch, backend: str = "") -> None:
     Args:
         backend: Or none that has been made at all, if this is empty.
     """
-    new = compiled_calls._TracedSteps(), WeakValueDictionary[Any, Any]()
+    new = SharedSteps(), WeakValueDictionary[Any, Any]()
     steps, known = _found.setdefault(backend, new) if backend else new
-    patch.setattr(compiled_calls, "_steps", steps)
+    patch.setattr(compiled_calls, "steps_of_process", steps)
     patch.setattr(find_program, "_known", known)
 
 
@@ -69,11 +70,11 @@ def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
         for module in (pipeline, unused_results):
             patch.setattr(module, "add_library", add_library)
             patch.setattr(module, "verify_library", lambda *_: None)
-        for user in (find_program, compiled_calls):
+        for user in (find_program, running_call):
             patch.setattr(user, "run_library", by_interpreter)
         # Programs of others have libraries, and these have none.
         patch.setattr(find_program, "_known", WeakValueDictionary())
-        patch.setattr(compiled_calls, "_steps", compiled_calls._TracedSteps())
+        patch.setattr(compiled_calls, "steps_of_process", SharedSteps())
         yield
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._recurrent import compiled_calls, layer_call
+from fusedrnn._recurrent import compiled_calls, layer_call, running_call
+from fusedrnn._recurrent.shared_steps import SharedSteps
 from fusedrnn._runtime import find_program
 
 T, B, H = 5, 3, 6
@@ -25,7 +26,7 @@ T, B, H = 5, 3, 6
 def _threads_change_often(folder: Path) -> Iterator[None]:
     """And nothing is compiled before."""
     find_program._known.clear()
-    compiled_calls._steps = compiled_calls._TracedSteps()
+    compiled_calls.steps_of_process = SharedSteps()
     torch._dynamo.reset()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
@@ -276,8 +277,8 @@ def test_counts_of_torch_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> 
         runs.append(run_program(*args))
         return runs[-1]
 
-    run_program = compiled_calls.run_program
-    monkeypatch.setattr(compiled_calls, "run_program", run_beside)
+    run_program = running_call.run_program
+    monkeypatch.setattr(running_call, "run_program", run_beside)
     monkeypatch.setattr(
         torch._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", of_another_thread
     )

@@ -36,6 +36,7 @@ from fusedrnn._compiler import (
     verify,
 )
 from fusedrnn._recurrent import compiled_calls
+from fusedrnn._recurrent.shared_steps import SharedSteps
 from fusedrnn._runtime import find_program
 
 T, B, H = 4, 3, 8
@@ -78,7 +79,7 @@ class Scaled(nn.Module):
 def forget() -> None:
     """What this process knows of steps, as if it was another one."""
     find_program._known.clear()
-    compiled_calls._steps = compiled_calls._TracedSteps()
+    compiled_calls.steps_of_process = SharedSteps()
     torch._dynamo.reset()  # or else numbers that once were others are inputs
 
 

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn._recurrent.compiled_calls import Compiling, NoProgram
+from fusedrnn._recurrent.compiled_calls import CompiledCalls
+from fusedrnn._recurrent.running_call import NoProgram
 
 from . import Outcome, step_tricks
 from .step_calls import Call
@@ -293,7 +294,7 @@ def gradients(results: Any, leaves: Any, unused: frozenset[int]) -> Sequence[Ten
 def reasons() -> Iterator[list[str]]:
     """Why calls took no program; nothing for those that did."""
     found: list[str] = []
-    run = Compiling.run
+    run = CompiledCalls.run
 
     def noted(*given: Any) -> Any:
         try:
@@ -304,11 +305,11 @@ def reasons() -> Iterator[list[str]]:
         found.append("")
         return made
 
-    Compiling.run = noted  # type: ignore[method-assign]
+    CompiledCalls.run = noted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Compiling.run = run  # type: ignore[method-assign]
+        CompiledCalls.run = run  # type: ignore[method-assign]
 
 
 def differs(mine: Ran, other: Ran) -> str:
