@@ -13,8 +13,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from fusedrnn.bank import BankPlan
-from fusedrnn.bank.plan import break_even
+from fusedrnn._bank import BankPlan
+from fusedrnn._bank.bank_plan import break_even
 
 from . import weight_bank_cases as cases
 from . import weight_bank_host as host

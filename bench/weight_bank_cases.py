@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import WeightBank
-from fusedrnn.bank.engines import Engine, Immediate, engine_of
-from fusedrnn.bank.memory import allocate
+from fusedrnn._bank.engines import Engine, Immediate, engine_of
+from fusedrnn._bank.host_memory import allocate
 
 from .clock import cuda_time_ms, interleaved_ms, several
 from .worker import Notes
@@ -104,7 +104,7 @@ def bank_of(
 
 def with_slots(bank: WeightBank) -> WeightBank:
     """Gives a bank on a CPU the slots that it does not need, in host memory."""
-    bank._use(Immediate())
+    bank._use_engine(Immediate())
     return bank
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedrnn import WeightBank
-from fusedrnn.bank.memory import allocate
+from fusedrnn._bank.host_memory import allocate
 
 from . import weight_bank_ways as ways
 from .clock import cuda_enqueue_ms, cuda_peak_bytes, cuda_saved_bytes, cuda_time_ms

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 
 import fusedrnn
 from fusedrnn import WeightBank
-from fusedrnn.bank import BankPlan
+from fusedrnn._bank import BankPlan
 
 from .clock import interleaved_ms, several
 from .weight_bank_cases import loss_of, with_slots

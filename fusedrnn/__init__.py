@@ -12,12 +12,12 @@ from . import (
     functional,
     reference,
 )
+from ._bank import BankPlan, WeightBank
 from ._conversion import ConversionReport, convert, to_torch
 from ._modules import GRU, LSTM, GRUCell, LSTMCell, StochasticGRU, StochasticGRUCell
 from ._planner import PassPlan, Plan, PlanMemory, plan
 from ._recurrent import Explanation, Recurrent, scan
 from ._tuning import set_chunk_replay, set_free_multiprocessors
-from .bank import BankPlan, WeightBank
 from .functional import gru, lstm, stochastic_gru
 
 __version__ = _version("fusedrnn")

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fusedrnn.bank.blocks import Block, Home
-from fusedrnn.bank.call import Call
-from fusedrnn.bank.device import Device
-from fusedrnn.bank.engines import Streams
-from fusedrnn.bank.files import Staging
-from fusedrnn.bank.gradients import Gradient
-from fusedrnn.bank.memory import HostPool
-from fusedrnn.bank.slots import Slot, Slots
-from fusedrnn.bank.steps import _TaskStep
-from fusedrnn.bank.task import Task
+from fusedrnn._bank.bank_device import Device
+from fusedrnn._bank.device_steps import _TaskStep
+from fusedrnn._bank.engines import Streams
+from fusedrnn._bank.file_tasks import Staging
+from fusedrnn._bank.gradient_blocks import Block, Home
+from fusedrnn._bank.host_memory import HostPool
+from fusedrnn._bank.slots import Slot, Slots
+from fusedrnn._bank.task import Task
+from fusedrnn._bank.task_call import TaskCall
+from fusedrnn._bank.task_gradients import Gradient
 
 
 def _uses_without_wait(slot: Slot, engine: Any) -> None:
@@ -156,7 +156,7 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
         "evaluation",
         _set(Slot, "__init__", _new_slot(Slot.__init__)),
     ),
-    "a copy in does not wait for calls": ("evaluation", _without_marks_after(Call, "_leave")),
+    "a copy in does not wait for calls": ("evaluation", _without_marks_after(TaskCall, "_leave")),
     "a copy in does not wait for backward": (
         "frozen_tasks",
         _without_marks_after(Slots, "settle"),

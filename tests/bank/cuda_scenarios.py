@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fusedrnn import WeightBank
-from fusedrnn.bank.blocks import Home
-from fusedrnn.bank.engines import Streams
-from fusedrnn.bank.gradients import Gradient, gradient_layout
-from fusedrnn.bank.memory import allocate
-from fusedrnn.bank.task import Task
+from fusedrnn._bank.engines import Streams
+from fusedrnn._bank.gradient_blocks import Home
+from fusedrnn._bank.host_memory import allocate
+from fusedrnn._bank.task import Task
+from fusedrnn._bank.task_gradients import Gradient, gradient_layout
 
 WIDTH = 3
 

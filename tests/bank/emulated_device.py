@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusedrnn.bank.engines import Immediate
+from fusedrnn._bank.engines import Immediate
 
 aten = torch.ops.aten
 # These look at no numbers.
@@ -165,5 +165,5 @@ class Watch(TorchDispatchMode):
 
 def emulated(bank: Any, seed: int = 0) -> Any:
     """Gives a bank an emulated device."""
-    bank._use(EmulatedDevice(seed))
+    bank._use_engine(EmulatedDevice(seed))
     return bank

@@ -71,7 +71,7 @@ def library() -> Any:
 
 
 class FakeRuntime:
-    """A ``Runtime`` of ``fusedrnn.bank.engines``. A new one ends the one before."""
+    """A ``Runtime`` of ``fusedrnn._bank.engines``. A new one ends the one before."""
 
     current: FakeRuntime
 

@@ -77,7 +77,7 @@ class Schedule:
         self.list = nn.ModuleList(copy.deepcopy(models))
         slots = self.random.choice([1, 2, 3])
         self.bank = fusedrnn.WeightBank(models, device="cpu", slots=slots, step_on=step_on)
-        self.bank._use(EmulatedDevice(seed))
+        self.bank._use_engine(EmulatedDevice(seed))
         self.optimizer = self.random.choice(OPTIMIZERS)
         self.by_task = self.random.random() < 0.5
         self.new_optimizers()
@@ -248,7 +248,7 @@ class Schedule:
 
     def do_copy(self) -> None:
         twin = copy.deepcopy(self.bank)
-        twin._use(EmulatedDevice(1))
+        twin._use_engine(EmulatedDevice(1))
         x = torch.randn(5, 2, INPUT)
         with torch.no_grad():
             a = twin(self.t, x)

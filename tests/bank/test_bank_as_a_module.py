@@ -373,7 +373,7 @@ def test_the_host_waits_for_a_copy_before_a_call_is_over() -> None:
 
     bank, _ = pair("mlp")
     engine = Recorder()
-    bank._use(engine)
+    bank._use_engine(engine)
     with torch.no_grad():
         for count, t in enumerate((0, 1, 0, 2), 1):
             bank(t, inputs())

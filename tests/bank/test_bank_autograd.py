@@ -287,9 +287,9 @@ def test_threads() -> None:
             failures.append(error)
 
     # Copies of this emulation are not those of several threads.
-    from fusedrnn.bank.engines import Immediate
+    from fusedrnn._bank.engines import Immediate
 
-    both.bank._use(Immediate())
+    both.bank._use_engine(Immediate())
     threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
     for thread in threads:
         thread.start()

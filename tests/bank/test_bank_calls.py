@@ -13,10 +13,10 @@ import torch
 from bank.emulated_device import emulated
 from torch import Tensor, nn
 
-import fusedrnn.bank.call
+import fusedrnn._bank.task_call
 from fusedrnn import WeightBank
-from fusedrnn.bank.engines import Immediate
-from fusedrnn.bank.ranks import Ranks
+from fusedrnn._bank.engines import Immediate
+from fusedrnn._bank.ranks import Ranks
 
 X = torch.randn(5, 3)
 
@@ -300,7 +300,7 @@ def test_coroutines() -> None:
 
 def test_calls_within_calls_of_two_threads() -> None:
     bank, _ = both()
-    bank._use(Immediate())
+    bank._use_engine(Immediate())
     began = [threading.Event(), threading.Event()]
 
     def work(outer: int, inner: int) -> None:
@@ -320,14 +320,14 @@ def test_calls_within_calls_of_two_threads() -> None:
 def test_an_interrupt_at_the_end_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, modules = both()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fusedrnn.bank.call, "bring_changes_home", lambda *a: 1 / 0)
+        patch.setattr(fusedrnn._bank.task_call, "bring_changes_home", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError), bank.active(1):
             pass
 
         def interrupt(*arguments: Any) -> None:
             raise KeyboardInterrupt
 
-        patch.setattr(fusedrnn.bank.call, "bring_changes_home", interrupt)
+        patch.setattr(fusedrnn._bank.task_call, "bring_changes_home", interrupt)
         bank(0, X)
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(bank(0, X)), daemon=True)

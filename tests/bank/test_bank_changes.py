@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import WeightBank
-from fusedrnn.bank import hosted
+from fusedrnn._bank import host_tasks
 
 BOTH = pytest.mark.parametrize("has_slots", [False, True], ids=["cpu", "emulated"])
 
@@ -144,7 +144,7 @@ def test_a_module_named_shared_is_added_in_no_other_bank() -> None:
 
 def test_the_shared_module_goes_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is the meta device here, where a bank computes nothing."""
-    monkeypatch.setattr("fusedrnn.bank.module.device_of", lambda device: torch.device(device))
+    monkeypatch.setattr("fusedrnn._bank.weight_bank.device_of", lambda device: torch.device(device))
     bank = WeightBank(nn.Linear(INPUT, 2), 2, shared="add", device="meta")
     assert bank.shared.weight.is_meta and bank[1].weight.is_cpu
 
@@ -166,7 +166,7 @@ def test_memory_of_deleted_tasks_is_freed() -> None:
 
 
 def test_blocks_that_exist_are_pinned_for_a_new_device() -> None:
-    class Pins(hosted.Engine):  # type: ignore[misc]
+    class Pins(host_tasks.Engine):  # type: ignore[misc]
         def __init__(self) -> None:
             self.pinned: list[int] = []
 
@@ -176,7 +176,7 @@ def test_blocks_that_exist_are_pinned_for_a_new_device() -> None:
     bank = made(has_slots=False)
     bank.add("x", nn.Linear(INPUT, 2))
     engine = Pins()
-    bank._use(engine)
+    bank._use_engine(engine)
     assert engine.pinned == [memory.data_ptr() for memory in bank._memories]
     bank.add("y", nn.Linear(INPUT, 2))
     assert engine.pinned == [memory.data_ptr() for memory in bank._memories]
@@ -238,7 +238,7 @@ def test_no_memory_for_a_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
     bank = made()
     with monkeypatch.context() as patch:
-        patch.setattr(hosted, "allocate", fail)
+        patch.setattr(host_tasks, "allocate", fail)
         with pytest.raises(MemoryError):
             bank.double()
     assert bank.keys() == [0, 1, 2]

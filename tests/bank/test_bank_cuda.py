@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn import WeightBank
-from fusedrnn.bank.engines import Cuda, Streams
-from fusedrnn.bank.memory import allocate, pin
+from fusedrnn._bank.engines import Cuda, Streams
+from fusedrnn._bank.host_memory import allocate, pin
 
 pytestmark = pytest.mark.cuda
 
@@ -146,7 +146,7 @@ def schedule(kind: str, seed: int, where: str, cycles: int = CYCLES) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
     bank, modules = pair(kind, choose.choice([2, 4]), slots=choose.choice([1, 2, 3]))
-    bank._use(Streams(Delayed(where, cycles)))
+    bank._use_engine(Streams(Delayed(where, cycles)))
     for memory in bank._memories:
         bank._device.engine.pin(memory)
     tasks = range(len(bank))

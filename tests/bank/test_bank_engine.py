@@ -21,9 +21,9 @@ from bank.cuda_faults import FAULTS
 from bank.cuda_scenarios import SCENARIOS, assert_same_gradients, inputs, mlp, pair
 from bank.fake_runtime import FakeRuntime
 
-import fusedrnn.bank.device
-from fusedrnn.bank.engines import Streams
-from fusedrnn.bank.layout import aligned
+import fusedrnn._bank.bank_device
+from fusedrnn._bank.block_layout import aligned
+from fusedrnn._bank.engines import Streams
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRuntime]]
     def begin(order: int, **options: Any) -> FakeRuntime:
         runtime = FakeRuntime(order, **options)
         made = lambda *_: Streams(runtime)  # noqa: E731
-        monkeypatch.setattr(fusedrnn.bank.device, "engine_of", made)
+        monkeypatch.setattr(fusedrnn._bank.bank_device, "engine_of", made)
         monkeypatch.setattr(bank.schedules, "EmulatedDevice", made)
         monkeypatch.setattr(bank.schedules, "Watch", lambda bank: runtime.watching())
         return runtime

@@ -32,7 +32,7 @@ def saved(path: Path, kind: str, tasks: Any) -> tuple[Path, WeightBank]:
 def opened(path: Path, kind: str, has_slots: bool) -> WeightBank:
     bank = WeightBank.open(path, KINDS[kind](), device="cpu")
     if has_slots:
-        bank._use(EmulatedDevice(3))
+        bank._use_engine(EmulatedDevice(3))
     return bank
 
 
@@ -110,7 +110,7 @@ def test_weights_that_all_tasks_add(tmp_path: Path, kind: str, has_slots: bool) 
     safetensors.save_file(bank.state_dict(), path)
     tasks = WeightBank.open(path, KINDS[kind](), device="cpu", shared="add")
     if has_slots:
-        tasks._use(EmulatedDevice(3))
+        tasks._use_engine(EmulatedDevice(3))
     assert tasks.keys() == ["de", "fr"] and "shared" not in tasks
     assert not any(parameter.requires_grad for parameter in tasks.parameters())
     for t in ("de", "fr", "de"):

@@ -179,7 +179,7 @@ def test_backward_lands_the_weights_that_it_brings_again() -> None:
     bank = WeightBank([mlp(), mlp()], device="cpu", slots=1)
     square = nn.Linear(HIDDEN, INPUT)
     engine = Recorder()
-    bank._use(engine)
+    bank._use_engine(engine)
     for is_frozen, is_grad in ((True, False), (False, True)):
         bank.requires_grad_(not is_frozen)
         x = inputs().requires_grad_()

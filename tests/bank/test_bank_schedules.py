@@ -17,12 +17,12 @@ from bank.bank_modules import KINDS
 from bank.emulated_device import EmulatedDevice
 from bank.schedules import Schedule
 
-from fusedrnn.bank import call
-from fusedrnn.bank.blocks import Home
-from fusedrnn.bank.device import Device
-from fusedrnn.bank.gradients import Gradient
-from fusedrnn.bank.slots import Slot, Slots
-from fusedrnn.bank.task import Task
+from fusedrnn._bank import task_call
+from fusedrnn._bank.bank_device import Device
+from fusedrnn._bank.gradient_blocks import Home
+from fusedrnn._bank.slots import Slot, Slots
+from fusedrnn._bank.task import Task
+from fusedrnn._bank.task_gradients import Gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*slots of a WeightBank:RuntimeWarning")
 
@@ -115,7 +115,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "versions_are_not_compared": (Device, "_check_unchanged", _always(None)),
     "old_weights_are_taken_for_new": (Slots, "find", _stale),
     "replaced_parameters_are_not_noticed": (Task, "check", _always(None)),
-    "changed_buffers_stay_on_the_device": (call, "bring_changes_home", _always(None)),
+    "changed_buffers_stay_on_the_device": (task_call, "bring_changes_home", _always(None)),
     "outer_hooks_are_forgotten": (
         torch._C._autograd,
         "_top_saved_tensors_default_hooks",
@@ -135,7 +135,7 @@ def test_each_safeguard_matters(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 def test_held_slots_are_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without hooks for saved tensors autograd itself holds slots."""
-    monkeypatch.setattr(call, "saving", lambda *arguments: nullcontext())
+    monkeypatch.setattr(task_call, "saving", lambda *arguments: nullcontext())
     monkeypatch.setattr(Slot, "is_held", _overwrite(Slot.is_held))
     with pytest.raises((AssertionError, RuntimeError)):
         run("mlp", range(10))

@@ -60,7 +60,7 @@ PYTHON_LAYERS = {
     7: ["_kernels", "_stack"],
     8: ["_call"],
     9: ["functional"],
-    10: ["bank", "bank/*", "_modules", "_modules/*"],
+    10: ["_bank", "_bank/*", "_modules", "_modules/*"],
     # The five rooms of cells that users write, in the order in which a call goes through them.
     11: ["_step", "_step/*"],  # one step of a cell, and what is known of a call
     12: ["_front", "_front/*"],  # what torch.compile says of a step: its graph

@@ -20,7 +20,7 @@ class Conversion(NamedTuple):
     """Converts a tensor, which stays on the host; None if there is nothing to convert."""
 
 
-def look_at(fn: Callable[[Tensor], Tensor], dtypes: Iterable[torch.dtype]) -> Conversion:
+def conversion_of(fn: Callable[[Tensor], Tensor], dtypes: Iterable[torch.dtype]) -> Conversion:
     """Tries ``fn`` on a tensor of each dtype.
 
     Raises:

@@ -88,6 +88,30 @@ class Layout(NamedTuple):
     nbytes: int
 
 
+class Segment(NamedTuple):
+    """The gradients of one dtype within a block."""
+
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    """Indices of the gradients."""
+    begin: int
+    """In bytes."""
+    counts: int
+    """Where a number for each member says how many ranks have it, in bytes."""
+    end: int
+
+
+class GradientLayout(NamedTuple):
+    """Where gradients of a task lie in one block of bytes."""
+
+    indices: tuple[int, ...]
+    """Of the task's tensors."""
+    parameters: tuple[nn.Parameter, ...]
+    places: tuple[Place, ...]
+    segments: tuple[Segment, ...]
+    nbytes: int
+
+
 def tensors_of(module: nn.Module) -> list[tuple[tuple[str, ...], bool, Tensor]]:
     """Names of each tensor of a module, whether it is a parameter, and the tensor."""
     found: dict[int, tuple[list[str], bool, Tensor]] = {}

@@ -13,17 +13,15 @@ import operator
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .files import FileTasks
+from .bank_state import BankState
+from .file_tasks import FileTasks
 from .task import SHARED
-
-if TYPE_CHECKING:
-    from .module import WeightBank
 
 
 class TaskOptimizer(Optimizer):
@@ -37,7 +35,7 @@ class TaskOptimizer(Optimizer):
     steps_by_others = True
 
     def __init__(
-        self, bank: WeightBank, cls: Callable[..., Optimizer], options: dict[str, Any]
+        self, bank: BankState, cls: Callable[..., Optimizer], options: dict[str, Any]
     ) -> None:
         _check_class(cls)
         if isinstance(bank._tasks, FileTasks):
@@ -100,11 +98,11 @@ class TaskOptimizer(Optimizer):
         for name, parameters in self._tasks():
             group = known.get(name)
             if group is None or not _are_same(group["params"], parameters):
-                group = {"params": parameters, "task": name, **_own(self.defaults)}
+                group = {"params": parameters, "task": name, **_copied(self.defaults)}
             else:
                 kept.add(name)
             groups.append(group)
-        owned = _owned(groups)
+        owned = _task_of_parameters(groups)
         for parameter in [p for p in self.state if isinstance(p, Tensor) and id(p) not in owned]:
             del self.state[parameter]
         self._made = {name: made for name, made in self._made.items() if name in kept}
@@ -216,7 +214,11 @@ class TaskOptimizer(Optimizer):
         ids = iter(found[0]["params"])
         options = {k: v for k, v in found[0].items() if k not in ("params", "param_names")}
         return [
-            {**_own(options), "task": group["task"], "params": [next(ids) for _ in group["params"]]}
+            {
+                **_copied(options),
+                "task": group["task"],
+                "params": [next(ids) for _ in group["params"]],
+            }
             for group in groups
         ]
 
@@ -231,7 +233,7 @@ class TaskOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         lr = self.defaults.get("lr")
-        return f"TaskOptimizer({self._cls.__name__}, lr={lr}, tasks={len(self._bank)})"
+        return f"TaskOptimizer({self._cls.__name__}, lr={lr}, tasks={len(self._bank._tasks)})"
 
 
 def _check_class(cls: Any) -> None:
@@ -252,7 +254,7 @@ def _check_class(cls: Any) -> None:
         )
 
 
-def _own(options: dict[str, Any]) -> dict[str, Any]:
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
     """Options for one group: schedulers change a tensor in place, once for each group."""
     return {k: copy.deepcopy(v) if isinstance(v, Tensor) else v for k, v in options.items()}
 
@@ -261,7 +263,7 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _owned(groups: list[dict[str, Any]]) -> dict[int, Any]:
+def _task_of_parameters(groups: list[dict[str, Any]]) -> dict[int, Any]:
     """The task of each parameter, by its id."""
     tasks: dict[int, Any] = {}
     for group in groups:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .block_layout import Place
 from .engines import Engine, Event
-from .memory import HostPool
+from .host_memory import HostPool
 
-if TYPE_CHECKING:
-    from .gradients import Gradient, GradientLayout
+
+class Owner(Protocol):
+    """Who has numbers in a block that are nowhere else."""
+
+    def send(self) -> None:
+        """Has them copied to the host, and leaves the block."""
 
 
 class Block:
@@ -22,26 +27,25 @@ class Block:
 
     def __init__(self, engine: Engine) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.owner: Gradient | None = None
-        """Whose numbers it has that are nowhere else."""
+        self.owner: Owner | None = None
         self._engine, self._process = engine, os.getpid()
         self._packed: tuple[Hashable, Event] | None = None
         """The stream that has last written to it, and when."""
         self._sent: tuple[Event] | None = None
         """When its last copy to the host has been done."""
-        self._views: tuple[GradientLayout, Tensor, list[Tensor]] | None = None
+        self._views: tuple[Sequence[Place], Tensor, list[Tensor]] | None = None
 
     def __del__(self) -> None:
         """torch gives the memory to others, who do not wait for what is under way here."""
         if not sys.is_finalizing() and os.getpid() == self._process:  # else CUDA may be gone
             self._settle()
 
-    def views(self, layout: GradientLayout) -> list[Tensor]:
-        """Its gradients, for a layout."""
+    def views(self, places: Sequence[Place]) -> list[Tensor]:
+        """Its gradients, which lie at these places."""
         known = self._views
-        if known is None or known[0] is not layout or known[1] is not self.memory:
-            views = [place.view(self.memory) for place in layout.places]
-            known = self._views = layout, self.memory, views
+        if known is None or known[0] is not places or known[1] is not self.memory:
+            views = [place.view(self.memory) for place in places]
+            known = self._views = places, self.memory, views
         return known[2]
 
     def begin(self, nbytes: int, device: torch.device) -> None:
@@ -91,7 +95,7 @@ class Home:
         """Bytes of the largest gradients so far."""
         self.nbytes_out = 0
 
-    def take(self, owner: Gradient, nbytes: int) -> Block:
+    def take(self, owner: Owner, nbytes: int) -> Block:
         """The block on the device that is longest out of use, for the gradients of ``owner``."""
         block = next((b for b in self.blocks if b.owner is None), self.blocks[0])
         if block.owner is not None:

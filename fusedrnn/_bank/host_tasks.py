@@ -5,19 +5,16 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import Key, check_kind, check_like_shared, in_parts, shares, tensors_in
+from .bank_arguments import check_kind, check_like_shared, in_parts, shared_tensor_error, tensors_in
+from .bank_state import BankState
+from .block_layout import aligned
 from .engines import Engine
-from .layout import aligned
-from .memory import allocate
-from .task import Task
-
-if TYPE_CHECKING:
-    from .module import WeightBank
+from .host_memory import allocate
+from .task import Task, TaskKey
 
 _PART_BYTES = 64 << 20
 """Modules are taken in parts of so much, so that a generator of them needs little memory twice."""
@@ -30,7 +27,7 @@ class HostTasks(Mapping[str, Task]):
     and conversions of whole models do, is followed when its task is looked up.
     """
 
-    def __init__(self, bank: WeightBank) -> None:
+    def __init__(self, bank: BankState) -> None:
         self._bank = weakref.ref(bank)
         self._modules = bank._modules
         self._tasks: dict[str, Task] = {}
@@ -61,7 +58,7 @@ class HostTasks(Mapping[str, Task]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def keys_of_tasks(self) -> list[Key]:
+    def keys_of_tasks(self) -> list[TaskKey]:
         return [self._tasks[name].key for name in self]
 
     def nbytes_of_largest(self) -> int:
@@ -85,7 +82,7 @@ class HostTasks(Mapping[str, Task]):
         """The blocks that have tasks."""
         return list({id(task.block): task.block for task in self._tasks.values()}.values())
 
-    def use(self, engine: Engine | None) -> None:
+    def use_engine(self, engine: Engine | None) -> None:
         """Weights go to the device of this engine."""
         if engine is not None:
             for memory in self.memories():
@@ -114,9 +111,9 @@ class HostTasks(Mapping[str, Task]):
         bank = self._known()
         if bank._device.engine is not None:
             bank._device.engine.pin(memory)
-        bank._changed()
+        bank._count_change()
 
-    def add(self, key: Key, module: nn.Module) -> None:
+    def add(self, key: TaskKey, module: nn.Module) -> None:
         """Takes one module, if it can be a task."""
         check_kind(module, key)
         task = Task(key, module)
@@ -126,9 +123,9 @@ class HostTasks(Mapping[str, Task]):
             owner = self._owners.get(tensor.data_ptr()) if tensor.numel() else None
             is_there = owner is not None and self._modules.get(str(owner.key)) is owner.module
             if owner is not None and is_there and owner.key != key:
-                raise shares(task.name, owner.name)
+                raise shared_tensor_error(task.name, owner.name)
             if id(tensor) in common:
-                raise shares(task.name, "bank.shared")
+                raise shared_tensor_error(task.name, "bank.shared")
         if shared is not None:
             check_like_shared(task, shared)
         self.take([task])
@@ -137,7 +134,7 @@ class HostTasks(Mapping[str, Task]):
         self._forget(self._tasks.pop(name))
         self._modules.pop(name, None)
         self._most, self._ordered = None, ([], [])
-        self._known()._changed()
+        self._known()._count_change()
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Does as ``nn.Module._apply``; tensors that are elsewhere afterwards get new blocks."""
@@ -165,7 +162,7 @@ class HostTasks(Mapping[str, Task]):
         for address in _addresses(task):
             self._owners.pop(address, None)
 
-    def _known(self) -> WeightBank:
+    def _known(self) -> BankState:
         bank = self._bank()
         assert bank is not None
         return bank

@@ -7,19 +7,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .digests import digest_of, shapes, sums
-from .gradients import Gradient, GradientLayout, gradient_layout
-from .passes import Pass
+from .backward_passes import Pass
+from .bank_device import Device
+from .block_layout import GradientLayout
+from .rank_digests import describe_places, digest_of, weight_checksums
 from .task import Task
-
-if TYPE_CHECKING:
-    from .device import Device
+from .task_gradients import Gradient, gradient_layout
 
 Average = Literal["world", "users"]
 _FAILED = -1
@@ -198,8 +197,8 @@ class Ranks:
                 if is_whole:
                     wanted[task] |= {i for i, t in enumerate(task.tensors) if t.grad is not None}
             places = [[task.places[i] for i in sorted(trained[task])] for task in trained]
-            fresh = [sums(task) for task in trained if task not in self._compared]
-            digests = [digest_of([shapes(some) for some in places]), digest_of(fresh)]
+            fresh = [weight_checksums(task) for task in trained if task not in self._compared]
+            digests = [digest_of([describe_places(some) for some in places]), digest_of(fresh)]
             ours = [*digests, int(wanted != trained)]
         except RuntimeError as error:  # of a module that has other tensors now
             failed = error
@@ -271,7 +270,7 @@ class Ranks:
         """Of names and shapes of all tasks."""
         for task in tasks:
             if task not in self._digest:
-                self._digest[task] = digest_of((str(task.key), shapes(task.places)))
+                self._digest[task] = digest_of((str(task.key), describe_places(task.places)))
         return digest_of([self._digest[task] for task in tasks])
 
     def _reduce(self, tensor: Tensor, group: Any) -> None:

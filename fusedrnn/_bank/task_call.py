@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from .._tracers import never_in_graphs
-from .changes import bring_changes_home, is_changed, keep_reassigned
-from .device import Device
-from .files import FileTask
-from .saved import saving
+from .._tracers import is_recorded, never_in_graphs
+from .bank_device import Device
+from .bank_state import BankState
+from .call_changes import bring_changes_home, is_changed, keep_reassigned
+from .call_tensors import tensors_of_call
+from .file_tasks import FileTask, FileTasks
+from .saved_weights import saving
 from .slots import Slot, Use
-from .swaps import reassign, reassigned, swap, swap_back, write
 from .task import Task
-
-if TYPE_CHECKING:
-    from .module import WeightBank
+from .tensor_swaps import reassign_buffers, reassigned_buffers, swap_back, swap_in, write_values
 
 
-class Call:
+class TaskCall:
     """The time in which a task's module has its weights on the device."""
 
-    def __init__(self, bank: WeightBank, task: Task, index: int | None) -> None:
+    def __init__(self, bank: BankState, task: Task, index: int | None) -> None:
         self._bank, self._task, self._index = bank, task, index
         self._begun: list[_Begun | None] = []
         """More than one if it is entered again; None where a call is that of the module."""
@@ -32,7 +31,7 @@ class Call:
     @never_in_graphs
     def __enter__(self) -> nn.Module:
         bank = self._bank
-        bank._check_place()
+        _check_place(bank)
         begun = None if bank._is_direct() else _Begun(bank._device, self._task, self._index)
         if begun is not None:
             begun.begin()
@@ -69,7 +68,7 @@ class _Begun:
         self._device.calls.__enter__()
         try:
             tensors = self._find()
-            swap(self._task, tensors)
+            swap_in(self._task, tensors)
             self._tensors = tensors
             if self._slot is not None:
                 hooks = saving(self._device, self._slot)
@@ -83,11 +82,11 @@ class _Begun:
         device, task = self._device, self._task
         if device.slots is None:
             task.check()
-            return device.tensors(task, None)
+            return tensors_of_call(device, task, None)
         with device.lock:
             slot = device.resident(task, index=self._index)
             slot.is_fixed = slot.is_fixed or self._index is not None
-            tensors = device.tensors(task, slot)
+            tensors = tensors_of_call(device, task, slot)
             self._slot, self._use = slot, slot.begin(tensors)
         return tensors
 
@@ -124,14 +123,14 @@ class _Begun:
         task = self._task
         values: dict[int, Tensor] = {}
         try:
-            values = reassigned(task)
+            values = reassigned_buffers(task)
             if values and task.swaps[-1] is not tensors:  # a call that goes on has set them
-                write(task.swaps[-1], values)
+                write_values(task.swaps[-1], values)
                 values = {}
         finally:
             swap_back(task, tensors)
         if self._slot is None:
-            reassign(task, values)
+            reassign_buffers(task, values)
         return values
 
     def _end_use(self, use: Use, values: dict[int, Tensor]) -> None:
@@ -150,3 +149,30 @@ class _Begun:
             slot.end(use)
             if not slot.running:
                 slot.settle(device.engine)
+
+
+def _check_place(bank: BankState) -> None:
+    if is_recorded():
+        raise RuntimeError(
+            "fusedrnn: a WeightBank decides by names which weights it brings, so it cannot be "
+            "traced or exported: do that with the module of one task, bank[t]"
+        )
+    if getattr(bank, "_is_replica", False):
+        raise RuntimeError(
+            "fusedrnn: a WeightBank has one device in a process, so it does not run in the "
+            "replicas of nn.DataParallel: use DistributedDataParallel"
+        )
+    if bank._ranks.is_known_to_ddp(lambda: _some_parameters(bank)):
+        raise RuntimeError(
+            "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
+            "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model), "
+            "with the very module that DistributedDataParallel gets, not with a part of it"
+        )
+
+
+def _some_parameters(bank: BankState) -> list[Tensor]:
+    """One of each task is enough to know whether the bank is excluded."""
+    if isinstance(bank._tasks, FileTasks):
+        return []
+    found = (next(task.module.parameters(), None) for task in bank._tasks.values())
+    return [parameter for parameter in found if parameter is not None]

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .block_layout import aligned
 from .engines import Engine, Event
-from .layout import aligned
-from .memory import references
+from .host_memory import references
 from .task import Task, Version, versions_of
 
 
-class Key(NamedTuple):
+class SlotKey(NamedTuple):
     """What the numbers in a slot were made of."""
 
     task: Version
@@ -50,7 +50,7 @@ class Slot:
         self.address = self._storage.data_ptr()
         self.task: Task | None = None
         self.key: Any = None
-        """A Key. Equal keys, equal numbers."""
+        """A SlotKey. Equal keys, equal numbers."""
         self.views: Any = None
         """Of the task's tensors, with their history, while they are current."""
         self.is_sum = False

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from .task import Task
+from .task import Task, is_plain, list_weights
 
 
-def swap(task: Task, tensors: Sequence[Tensor]) -> None:
+def swap_in(task: Task, tensors: Sequence[Tensor]) -> None:
     """Puts others in the place of a module's own tensors. For the holder of the lock alone.
 
     Calls may end in another order than they began in, as those of two generators do, so each ends
     by itself: the module then has what the last of the others has put there.
     """
     if task.swaps:
-        if values := reassigned(task):
-            write(task.swaps[-1], values)
+        if values := reassigned_buffers(task):
+            write_values(task.swaps[-1], values)
     else:
         task.lists = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in task._rnns]
     task.swaps.append(tensors)
@@ -44,18 +41,7 @@ def _install(task: Task, tensors: Sequence[Tensor]) -> None:
     list_weights(task._rnns)
 
 
-def list_weights(rnns: Sequence[nn.RNNBase]) -> None:
-    """Sets the lists that torch.nn's layers have of their weights.
-
-    torch would set them by flatten_parameters(), which moves weights of a GPU, and would keep them
-    afterwards.
-    """
-    for rnn in rnns:
-        rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
-        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
-
-
-def write(tensors: Sequence[Tensor], values: dict[int, Tensor]) -> None:
+def write_values(tensors: Sequence[Tensor], values: dict[int, Tensor]) -> None:
     """Writes to tensors of a call, as changes that count."""
     own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     with torch.no_grad():
@@ -68,7 +54,7 @@ def write(tensors: Sequence[Tensor], values: dict[int, Tensor]) -> None:
             tensors[i].copy_(value)
 
 
-def reassigned(task: Task) -> dict[int, Tensor]:
+def reassigned_buffers(task: Task) -> dict[int, Tensor]:
     """The buffers that a call has set to other tensors, and these.
 
     Raises:
@@ -108,16 +94,9 @@ def _value_of(task: Task, i: int) -> Tensor:
     )
 
 
-def reassign(task: Task, values: dict[int, Tensor]) -> None:
+def reassign_buffers(task: Task, values: dict[int, Tensor]) -> None:
     """Has buffers be these tensors, which the next call moves to their places."""
     for i, value in values.items():
         new = value.to("cpu", copy=True)  # it may be another tensor of the call
         for where, name in task._owners[i]:
             where[name] = new
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether a tensor is nothing but memory."""
-    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return is_strided and not (tensor.is_meta or is_wrapped(tensor))

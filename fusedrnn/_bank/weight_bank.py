@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.types import Device as DeviceLike
 
-from .._tracers import is_recorded
 from . import ranks
-from .arguments import (
-    Key,
+from .backward_passes import Pass
+from .bank_arguments import (
+    as_text,
     check_choice,
     check_free,
     check_inputs,
@@ -29,29 +29,27 @@ from .arguments import (
     check_like_shared,
     check_pair,
     device_of,
-    is_list,
+    has_numbered_tasks,
     key_of,
-    shown,
     tasks_of,
-    zeroed,
+    with_zero_weights,
 )
-from .call import Call
-from .device import Device
+from .bank_device import Device
+from .bank_plan import BankPlan, plan_of
+from .bank_state import BankState
 from .engines import Engine
-from .files import File, FileTasks
-from .hooks import Holders, watch
-from .hosted import HostTasks
-from .optimizer import TaskOptimizer
-from .passes import Pass
-from .plan import BankPlan, plan_of
-from .steps import DeviceStep
-from .task import SHARED, Task
-from .tensor_conversion import look_at
+from .file_tasks import File, FileTasks
+from .host_tasks import HostTasks
+from .optimizer_hooks import watch
+from .task import SHARED, Task, TaskKey
+from .task_call import TaskCall
+from .task_optimizer import TaskOptimizer
+from .tensor_conversion import conversion_of
 
-_RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_holders", "_stepping")
+_RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_stepping")
 
 
-class WeightBank(nn.Module):
+class WeightBank(BankState):
     """T modules of which the device holds those in use: theta[t], for t = 1..T.
 
     ``bank(t, ...)`` is ``modules[t](...)`` of an ``nn.ModuleList``. The weights of all tasks stay
@@ -112,13 +110,13 @@ class WeightBank(nn.Module):
         check_choice("step_on", step_on, ("host", "device"))
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ValueError(f"fusedrnn: slots must be an int of at least 1, got {slots!r}")
-        self._is_list, self._adds = is_list(modules, tasks), shared is not None
+        self._is_list, self._adds = has_numbered_tasks(modules, tasks), shared is not None
         self._slot_count, self._step_on = slots, step_on
         self._average, self._group = average, process_group
         self._target = device_of(device)
         if shared is not None and isinstance(modules, nn.Module):
             self._modules[SHARED] = modules
-        self._begin()
+        self._make_parts()
         self._hosted.take(tasks_of(self, modules, tasks, shared))
         if self._shared is not None:
             self._shared.to(self._target)  # after copies were made of it
@@ -152,7 +150,7 @@ class WeightBank(nn.Module):
             ValueError: It is no file of safetensors, or has other tensors.
         """
         if not isinstance(module, nn.Module):
-            raise TypeError(f"fusedrnn: open takes a module, got {shown(module)}")
+            raise TypeError(f"fusedrnn: open takes a module, got {as_text(module)}")
         check_kind(module, "of the file")
         check_choice("shared", shared, (None, "add"))
         opened = File(file, module, prefix, has_shared=shared is not None)
@@ -163,27 +161,25 @@ class WeightBank(nn.Module):
         if shared is not None:
             bank._adds = True
             bank._modules[SHARED] = opened.read(SHARED).to(bank._target)
-        bank._use(None)
+        bank._use_engine(None)
         return bank
 
-    def _begin(self) -> None:
+    def _make_parts(self) -> None:
         self._tasks: HostTasks | FileTasks = HostTasks(self)
         self._ranks = ranks.Ranks(self._average, self._group)
-        self._holders = Holders()
-        self._stepping: dict[Optimizer, DeviceStep] = {}
+        self._stepping = {}
         self._generation = 0
-        """Counts changes of the tasks."""
-        self._use(None)
+        self._use_engine(None)
         watch(self)
 
-    def _use(self, engine: Engine | None) -> None:
+    def _use_engine(self, engine: Engine | None) -> None:
         """Makes the device's memory, or that of an engine, anew at the next call."""
         if "_end" in vars(self):
             self._end()
         # A graph keeps the device, which does not keep the bank: the two are in a circle through
         # nodes of autograd, where Python's collector does not see it, until this ends.
         me = weakref.ref(self)
-        self._device: Device = Device(
+        self._device = Device(
             self._target,
             slots=self._slot_count,
             shared=self._shared,
@@ -196,11 +192,7 @@ class WeightBank(nn.Module):
             self, self._device.forget_views
         )
         self._end.atexit = False
-        self._tasks.use(self._device.engine)
-
-    @property
-    def _shared(self) -> nn.Module | None:
-        return self._modules.get(SHARED) if self._adds else None
+        self._tasks.use_engine(self._device.engine)
 
     @property
     def device(self) -> torch.device:
@@ -223,20 +215,16 @@ class WeightBank(nn.Module):
         """The blocks of host memory that have tasks."""
         return self._tasks.memories()
 
-    def _changed(self) -> None:
-        self._generation += 1
-        self._holders.forget()
-
     def _follow_shared(self) -> None:
         """Has calls add the module that ``bank.shared`` is now."""
         if self._shared is None:
             raise RuntimeError('fusedrnn: with shared="add" a WeightBank needs bank.shared')
         for task in itertools.islice(self._tasks.values(), 1):
             check_like_shared(task, self._shared)
-        self._use(self._device.engine)
-        self._changed()
+        self._use_engine(self._device.engine)
+        self._count_change()
 
-    def add(self, key: Key, module: nn.Module | None = None) -> None:
+    def add(self, key: TaskKey, module: nn.Module | None = None) -> None:
         """Adds a task.
 
         With ``shared="add"`` the module has what is added, in shared's shapes; without a module it
@@ -247,21 +235,16 @@ class WeightBank(nn.Module):
         if module is None:
             if self._shared is None:
                 raise TypeError('fusedrnn: add takes a module, unless the bank has shared="add"')
-            ((_, module),) = zeroed([(key, copy.deepcopy(self._shared))])
+            ((_, module),) = with_zero_weights([(key, copy.deepcopy(self._shared))])
         tasks.add(key, module)
 
-    def __delitem__(self, key: Key) -> None:
+    def __delitem__(self, key: TaskKey) -> None:
         """Removes a task; the names of others stay as they are."""
         self._hosted.remove(str(self._get(key).key))
 
-    def __getitem__(self, key: Key) -> nn.Module:
+    def __getitem__(self, key: TaskKey) -> nn.Module:
         """The module of a task, with its tensors on the host."""
         return self._get(key).module
-
-    def _end_steps(self) -> None:
-        """Brings home what steps on the device have left there that have failed."""
-        while self._stepping:
-            self._stepping.popitem()[1].go_home()
 
     def _get(self, key: Any) -> Task:
         self._end_steps()
@@ -271,7 +254,7 @@ class WeightBank(nn.Module):
         if task is None:
             names = list(self._tasks)
             listed = ", ".join(names if len(names) <= 5 else [*names[:4], f"…, {names[-1]}"])
-            raise KeyError(f"fusedrnn: task must be one of {listed or 'none'}, got {shown(key)}")
+            raise KeyError(f"fusedrnn: task must be one of {listed or 'none'}, got {as_text(key)}")
         return task
 
     def _find(self, key: Any) -> Task | None:
@@ -298,7 +281,7 @@ class WeightBank(nn.Module):
         """Modules, as those of a list; names, as those of a dict."""
         return iter(self.values() if self._is_list else self.keys())
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[TaskKey]:
         """The names of tasks."""
         return self._tasks.keys_of_tasks()
 
@@ -306,13 +289,13 @@ class WeightBank(nn.Module):
         """The modules of tasks."""
         return (task.module for task in self._tasks.values())
 
-    def items(self) -> Iterator[tuple[Key, nn.Module]]:
+    def items(self) -> Iterator[tuple[TaskKey, nn.Module]]:
         """Names and modules of tasks."""
         return ((task.key, task.module) for task in self._tasks.values())
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def forward(self, task: Key, /, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, task: TaskKey, /, *args: Any, **kwargs: Any) -> Any:
         """``bank[task](*args, **kwargs)`` on the device.
 
         Raises:
@@ -325,7 +308,9 @@ class WeightBank(nn.Module):
         with self.active(task) as module:
             return module(*args, **kwargs)
 
-    def active(self, task: Key, *, slot: int | None = None) -> AbstractContextManager[nn.Module]:
+    def active(
+        self, task: TaskKey, *, slot: int | None = None
+    ) -> AbstractContextManager[nn.Module]:
         """The module of a task, with its weights on the device, for several calls or methods.
 
         Args:
@@ -341,38 +326,9 @@ class WeightBank(nn.Module):
             raise ValueError(
                 f"fusedrnn: slot must be an int from 0 to {self._slot_count - 1}, got {slot!r}"
             )
-        return Call(self, found, slot)
+        return TaskCall(self, found, slot)
 
-    def _is_direct(self) -> bool:
-        """Whether a call is nothing but that of the module."""
-        return self._device.engine is None and not self._ranks.are_several()
-
-    def _check_place(self) -> None:
-        if is_recorded():
-            raise RuntimeError(
-                "fusedrnn: a WeightBank decides by names which weights it brings, so it cannot be "
-                "traced or exported: do that with the module of one task, bank[t]"
-            )
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError(
-                "fusedrnn: a WeightBank has one device in a process, so it does not run in the "
-                "replicas of nn.DataParallel: use DistributedDataParallel"
-            )
-        if self._ranks.is_known_to_ddp(self._some_parameters):
-            raise RuntimeError(
-                "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
-                "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model), "
-                "with the very module that DistributedDataParallel gets, not with a part of it"
-            )
-
-    def _some_parameters(self) -> list[Tensor]:
-        """One of each task is enough to know whether the bank is excluded."""
-        if isinstance(self._tasks, FileTasks):
-            return []
-        found = (next(task.module.parameters(), None) for task in self._tasks.values())
-        return [parameter for parameter in found if parameter is not None]
-
-    def prefetch(self, task: Key) -> None:
+    def prefetch(self, task: TaskKey) -> None:
         """Begins to bring a task's weights to the device, where the next call finds them.
 
         Announce a task after the ``step()`` that changes it; what comes before is brought again.
@@ -382,7 +338,7 @@ class WeightBank(nn.Module):
             with self._device.lock:
                 self._device.resident(found, ahead=True)
 
-    def prefetching(self, batches: Iterable[tuple[Key, Any]]) -> Iterator[tuple[Key, Any]]:
+    def prefetching(self, batches: Iterable[tuple[TaskKey, Any]]) -> Iterator[tuple[TaskKey, Any]]:
         """The pairs (task, batch) of ``batches``, with the weights of the next one on their way."""
         source = map(check_pair, batches)
         now = next(source, None)
@@ -394,17 +350,17 @@ class WeightBank(nn.Module):
             yield now
             now = following
 
-    def refresh(self, task: Key | None = None) -> None:
+    def refresh(self, task: TaskKey | None = None) -> None:
         """After a change that torch does not count, such as a write to ``.data`` or through NumPy:
         forgets what the device has of a task, or of all.
 
         With the environment variable FUSEDRNN_CHECK=1 every use of weights that are on the device
         compares them with the host's, and an error names a change that was not told.
         """
-        for found in self._tasks.values() if task is None else [self._get(task)]:
-            found.refresh()
         if task is None:
-            self._device.refresh_shared()
+            self._refresh_all()
+        else:
+            self._get(task).refresh()
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -469,7 +425,7 @@ class WeightBank(nn.Module):
             gb_per_s: Rates of copies: PCIe 4, PCIe 5 and NVLink-C2C.
             tflops: What the device reaches in the products of a training step.
         """
-        return plan_of(self, gb_per_s, tflops)
+        return plan_of(self._tasks, self._slot_count, self._step_on, gb_per_s, tflops)
 
     def extra_repr(self) -> str:
         shared = ', shared="add"' if self._shared is not None else ""
@@ -479,7 +435,7 @@ class WeightBank(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> WeightBank:
         """Moves the bank's device, and converts the weights, which stay on the host."""
-        found = look_at(fn, self._tasks.dtypes())
+        found = conversion_of(fn, self._tasks.dtypes())
         if isinstance(self._tasks, FileTasks) and found.dtypes:
             raise RuntimeError(
                 "fusedrnn: the weights of a bank of a file have the dtypes of the file, so they do "
@@ -494,7 +450,7 @@ class WeightBank(nn.Module):
         if found.function is not None and isinstance(self._tasks, HostTasks):
             self._tasks.convert(found.function)
         self._target = device_of(found.device)
-        self._use(None)
+        self._use_engine(None)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -519,7 +475,7 @@ class WeightBank(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         keys = state.pop("_keys")
         super().__setstate__(state)
-        self._begin()
+        self._make_parts()
         modules = [cast(nn.Module, self._modules[str(key)]) for key in keys]
         self._hosted.take(map(Task, keys, modules))
 

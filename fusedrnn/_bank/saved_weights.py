@@ -10,17 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._tracers import unseen
+from .bank_device import Device
 from .slots import Slot
-
-if TYPE_CHECKING:
-    from .device import Device
 
 
 def saving(device: Device, slot: Slot) -> AbstractContextManager[Any]:
@@ -45,11 +43,11 @@ class _Saving:
             if slot is not None and slot.task is not None:
                 first = tensor.data_ptr() - slot.address
                 if first >= slot.task.layout.parameter_end or tensor.is_conj() or tensor.is_neg():
-                    return _copy(tensor)  # of a buffer, which the next call may change
+                    return _saved_copy(tensor)  # of a buffer, which the next call may change
                 return _Weight(self._device, slot, first, tensor)
         if self._outer is not None:
-            return _outer(tensor, *self._outer)
-        return _other(tensor)
+            return _saved_by_outer_hooks(tensor, *self._outer)
+        return _saved_as_torch_does(tensor)
 
     def _slot_of(self, tensor: Tensor) -> Slot | None:
         try:
@@ -89,19 +87,19 @@ def _unpack(unpack: Callable[[], Tensor]) -> Tensor:
     return unpack()
 
 
-def _copy(tensor: Tensor) -> Callable[[], Tensor]:
+def _saved_copy(tensor: Tensor) -> Callable[[], Tensor]:
     copy = tensor.detach().clone()
     return lambda: copy
 
 
-def _outer(
+def _saved_by_outer_hooks(
     tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> Callable[[], Tensor]:
     packed = pack(tensor)
     return lambda: unpack(packed)
 
 
-def _other(tensor: Tensor) -> Callable[[], Tensor]:
+def _saved_as_torch_does(tensor: Tensor) -> Callable[[], Tensor]:
     """As torch saves it without hooks: a change before backward is an error.
 
     Detached, since an output that is saved would otherwise keep its own history alive.

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.types import Device as DeviceLike
 
-from .task import SHARED, Task
-
-Key = int | str
-"""The name of a task."""
+from .bank_state import BankState
+from .task import SHARED, Task, TaskKey
 
 
-def is_list(modules: Any, tasks: Any) -> bool:
+def has_numbered_tasks(modules: Any, tasks: Any) -> bool:
     """Whether tasks have numbers in place of names."""
     if _is_single(modules):
         return _count(tasks) is not None
@@ -32,7 +30,7 @@ def _is_single(modules: Any) -> bool:
     return isinstance(modules, nn.Module) and not is_several
 
 
-def tasks_of(bank: Any, modules: Any, tasks: Any, shared: str | None) -> Iterator[Task]:
+def tasks_of(bank: BankState, modules: Any, tasks: Any, shared: str | None) -> Iterator[Task]:
     """The tasks of a bank that is made, which are not in its memory yet.
 
     All are checked before the first one comes; but modules of a generator, and copies, are made
@@ -44,7 +42,7 @@ def tasks_of(bank: Any, modules: Any, tasks: Any, shared: str | None) -> Iterato
             check_free(bank, name)
         check_kind(modules, names[0])
         made = ((name, copy.deepcopy(modules)) for name in names)
-        return _checked(bank, made if shared is None else zeroed(made))
+        return _checked(bank, made if shared is None else with_zero_weights(made))
     if tasks is not None or shared is not None:
         name = "tasks" if tasks is not None else "shared"
         raise TypeError(
@@ -61,7 +59,7 @@ def tasks_of(bank: Any, modules: Any, tasks: Any, shared: str | None) -> Iterato
     return iter(list(found)) if isinstance(modules, Sequence | nn.ModuleList) else found
 
 
-def _names_of_copies(tasks: Any) -> list[Key]:
+def _names_of_copies(tasks: Any) -> list[TaskKey]:
     if tasks is None:
         raise TypeError(
             "fusedrnn: a bank of a single module needs tasks: how many copies, or their names"
@@ -71,7 +69,7 @@ def _names_of_copies(tasks: Any) -> list[Key]:
         return list(range(count))
     if count is not None or isinstance(tasks, str) or not isinstance(tasks, Iterable):
         raise ValueError(
-            f"fusedrnn: tasks must be a number above 0, or a list of names, got {shown(tasks)}"
+            f"fusedrnn: tasks must be a number above 0, or a list of names, got {as_text(tasks)}"
         )
     names = [key_of(key) for key in tasks]
     if not names:
@@ -85,7 +83,7 @@ def _count(tasks: Any) -> int | None:
     return None
 
 
-def _checked(bank: Any, named: Iterable[tuple[Any, nn.Module]]) -> Iterator[Task]:
+def _checked(bank: BankState, named: Iterable[tuple[Any, nn.Module]]) -> Iterator[Task]:
     names: set[str] = set()
     ids: dict[int, Task] = {}
     memory: dict[int, tuple[StorageWeakRef, Task]] = {}
@@ -106,7 +104,7 @@ def _checked(bank: Any, named: Iterable[tuple[Any, nn.Module]]) -> Iterator[Task
             storage, other = memory.get(tensor.data_ptr(), (None, None))
             other = ids.get(id(tensor)) or (None if storage is None or storage.expired() else other)
             if other is not None and other is not task:
-                raise shares(task.name, other.name)
+                raise shared_tensor_error(task.name, other.name)
             ids[id(tensor)] = task
             if tensor.numel():
                 memory[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage()), task
@@ -115,7 +113,9 @@ def _checked(bank: Any, named: Iterable[tuple[Any, nn.Module]]) -> Iterator[Task
         raise ValueError("fusedrnn: a bank needs at least one task, got none")
 
 
-def zeroed(named: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, nn.Module]]:
+def with_zero_weights(
+    named: Iterable[tuple[TaskKey, nn.Module]],
+) -> Iterator[tuple[TaskKey, nn.Module]]:
     """The modules with all parameters 0."""
     for key, module in named:
         with torch.no_grad():
@@ -138,7 +138,7 @@ def in_parts(tasks: Iterable[Task], nbytes: int) -> Iterator[list[Task]]:
         yield part
 
 
-def check_free(bank: Any, key: Key) -> None:
+def check_free(bank: BankState, key: TaskKey) -> None:
     """Whether a bank can have a task of this name."""
     name = str(key)
     if name == "" or "." in name:
@@ -157,10 +157,8 @@ def check_free(bank: Any, key: Key) -> None:
         )
 
 
-def check_kind(module: Any, key: Key) -> None:
+def check_kind(module: Any, key: TaskKey) -> None:
     """Whether a module can be a task."""
-    from .module import WeightBank  # which imports this file
-
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"fusedrnn: a task must be an nn.Module, got {type(module).__name__} for {key!r}"
@@ -171,14 +169,14 @@ def check_kind(module: Any, key: Key) -> None:
                 f"fusedrnn: task {key!r} has a {type(inner).__name__}, whose tensors are in C++ "
                 "where a bank cannot exchange them: give the module that it was made of"
             )
-        if isinstance(inner, WeightBank):
+        if isinstance(inner, BankState):
             raise TypeError(
                 f"fusedrnn: task {key!r} has a WeightBank in it, and a bank cannot be a part of "
                 "another one's task: put both beside each other in the model"
             )
 
 
-def shares(task: str, other: str) -> ValueError:
+def shared_tensor_error(task: str, other: str) -> ValueError:
     return ValueError(
         f"fusedrnn: {task} shares a tensor with {other}: what all tasks have in common belongs "
         "outside of the bank, or is shared='add'"
@@ -217,7 +215,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"fusedrnn: {name} must be one of {choices}, got {value!r}")
 
 
-def key_of(key: Any) -> Key:
+def key_of(key: Any) -> TaskKey:
     """The int or str that a key is, or stands for: one of NumPy or of an Enum, or a tensor."""
     if isinstance(key, str):
         return str.__str__(key)  # of an Enum its value
@@ -226,18 +224,18 @@ def key_of(key: Any) -> Key:
         is_bool = key.dtype == torch.bool
         if not key.is_cpu:
             raise TypeError(
-                f"fusedrnn: a task is an int or a str, got {shown(key)}: keep tasks on the host, "
+                f"fusedrnn: a task is an int or a str, got {as_text(key)}: keep tasks on the host, "
                 "since Python has to know which module to call; as t in bank(t, x)"
             )
     if not is_bool:
         with suppress(TypeError):
             return index(key)
     raise TypeError(
-        f"fusedrnn: a task is an int or a str, got {shown(key)}: call bank(t, x), where t is one"
+        f"fusedrnn: a task is an int or a str, got {as_text(key)}: call bank(t, x), where t is one"
     )
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value in a message, short however large it is."""
     kind, shape = type(value).__name__, getattr(value, "shape", None)
     if isinstance(value, nn.Module):
@@ -256,7 +254,7 @@ def check_pair(item: Any) -> Any:
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise TypeError(
             "fusedrnn: prefetching takes pairs (task, batch), where a batch may be a tuple; got "
-            f"{shown(item)}"
+            f"{as_text(item)}"
         )
     return item
 

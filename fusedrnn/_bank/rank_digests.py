@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from .layout import Place
+from .block_layout import Place
 from .task import Task
 
 
-def shapes(places: Sequence[Place]) -> list[tuple[Any, ...]]:
+def describe_places(places: Sequence[Place]) -> list[tuple[Any, ...]]:
     """Names, shapes and dtypes."""
     return [(place.names, place.shape, str(place.dtype)) for place in places]
 
@@ -21,7 +21,7 @@ def digest_of(what: Any) -> int:
     return zlib.crc32(repr(what).encode())
 
 
-def sums(task: Task) -> list[int]:
+def weight_checksums(task: Task) -> list[int]:
     """A checksum of each weight."""
     found = []
     for place, tensor in zip(task.places, task.tensors, strict=True):

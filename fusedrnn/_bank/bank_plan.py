@@ -6,15 +6,13 @@ import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from .files import FileTasks
-from .layout import aligned
-
-if TYPE_CHECKING:
-    from .module import WeightBank
+from .block_layout import aligned
+from .file_tasks import FileTasks
+from .host_tasks import HostTasks
 
 FLOPS_PER_ROW = 6
 """Of a training step, for each weight and row: two products' worth in forward, four in backward."""
@@ -82,24 +80,30 @@ class BankPlan:
         return "\n".join(lines)
 
 
-def plan_of(bank: WeightBank, gb_per_s: Sequence[float], tflops: Sequence[float]) -> BankPlan:
-    """What a bank takes."""
+def plan_of(
+    tasks: HostTasks | FileTasks,
+    slot_count: int,
+    step_on: str,
+    gb_per_s: Sequence[float],
+    tflops: Sequence[float],
+) -> BankPlan:
+    """What a bank of these tasks takes."""
     gb_per_s, tflops = _rates("gb_per_s", gb_per_s), _rates("tflops", tflops)
-    tasks = [] if isinstance(bank._tasks, FileTasks) else list(bank._tasks.values())
-    most, total = bank._tasks.nbytes_of_largest(), sum(task.nbytes for task in tasks)
-    trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in tasks]
-    of_first = [t for t in tasks[0].tensors if isinstance(t, nn.Parameter)] if tasks else []
+    hosted = [] if isinstance(tasks, FileTasks) else list(tasks.values())
+    most, total = tasks.nbytes_of_largest(), sum(task.nbytes for task in hosted)
+    trained = [sum(task.tensors[i].nbytes for i in task.trained()) for task in hosted]
+    of_first = [t for t in hosted[0].tensors if isinstance(t, nn.Parameter)] if hosted else []
     numbers = sum(tensor.numel() for tensor in of_first)
     width = sum(tensor.nbytes for tensor in of_first) / numbers if numbers else 4.0
     gradient = max(trained, default=0)
     return BankPlan(
-        tasks=len(bank._tasks),
+        tasks=len(tasks),
         task_bytes=most,
-        slot_count=bank._slot_count,
-        device_weight_bytes=bank._slot_count * aligned(most),
+        slot_count=slot_count,
+        device_weight_bytes=slot_count * aligned(most),
         device_gradient_bytes=2 * aligned(gradient),
-        device_step_bytes=4 * gradient if bank._step_on == "device" else 0,
-        all_tasks_bytes=most * len(bank._tasks) if not tasks else total,
+        device_step_bytes=4 * gradient if step_on == "device" else 0,
+        all_tasks_bytes=most * len(tasks) if not hosted else total,
         host_weight_bytes=total,
         host_gradient_bytes_per_task=gradient,
         host_adam_bytes=2 * sum(trained),

@@ -7,18 +7,16 @@ time of the step, which there takes none of the host's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .bank_device import Device
+from .block_layout import Place, aligned
 from .engines import Event
-from .layout import Place, aligned
 from .task import Task
-
-if TYPE_CHECKING:
-    from .device import Device
 
 
 class DeviceStep:
@@ -67,9 +65,9 @@ class _TaskStep:
         assert device.engine is not None
         self._engine = device.engine
         self._parameters = [task.tensors[i] for i in stepped]
-        self._grads = [_grad(p) for p in self._parameters]
+        self._grads = [_grad_of(p) for p in self._parameters]
         self._homes = [p.data for p in self._parameters]
-        self._places = _side_by_side(task, stepped)
+        self._places = _places_side_by_side(task, stepped)
         self._sources: list[Tensor] = []
         """Of copies that may be under way."""
         self._stepped = [task.places[i] for i in stepped]
@@ -90,13 +88,13 @@ class _TaskStep:
                     if isinstance(value, Tensor) and (value.ndim or _counts_there(group)):
                         own[name] = value.to(device.device)
         for parameter, weight, grad in zip(self._parameters, weights, grads, strict=True):
-            _set(parameter, weight, grad)
+            _set_data_and_grad(parameter, weight, grad)
 
     def _bring_weights(self, places: list[Place]) -> list[Tensor]:
         task, device = self._task, self._device
         assert device.slots is not None
         end = task.layout.parameter_end
-        self._weights = _bytes(end, device.device)
+        self._weights = _empty_block(end, device.device)
         slot = device.slots.find(task, device.key(task))
         self._slot = None if slot is None or slot.is_sum or slot.running else slot
         if self._slot is not None:
@@ -119,7 +117,7 @@ class _TaskStep:
             source = self._device.home.pool.take(nbytes)[:nbytes]
             for place, value in zip(self._places, values, strict=True):
                 place.view(source).copy_(value.detach())
-        there = _bytes(nbytes, self._device.device)
+        there = _empty_block(nbytes, self._device.device)
         self._copy(there, source)
         return [place.view(there) for place in self._places]
 
@@ -133,7 +131,7 @@ class _TaskStep:
         nbytes = self._nbytes()
         there = _block_of(values, self._places, nbytes)
         if there is None:
-            there = _bytes(nbytes, self._device.device)
+            there = _empty_block(nbytes, self._device.device)
             for place, value in zip(self._places, values, strict=True):
                 place.view(there).copy_(value)
         pool = self._device.home.pool
@@ -193,7 +191,7 @@ class _TaskStep:
         for event in events:
             self._engine.host_wait(event)
         for parameter, data, grad in zip(self._parameters, self._homes, grads, strict=True):
-            _set(parameter, data, grad)
+            _set_data_and_grad(parameter, data, grad)
         is_whole = self._before == self._version_of_others()
         torch.autograd.graph.increment_version(self._parameters)
         slot = self._slot
@@ -207,17 +205,17 @@ class _TaskStep:
             slot.key, slot.checked = device.key(task), None
 
 
-def _set(parameter: Tensor, data: Tensor, grad: Tensor | None) -> None:
+def _set_data_and_grad(parameter: Tensor, data: Tensor, grad: Tensor | None) -> None:
     parameter.grad = None  # torch refuses one on another device
     parameter.data = data
     parameter.grad = grad
 
 
-def _bytes(count: int, device: torch.device) -> Tensor:
+def _empty_block(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=device)
 
 
-def _grad(parameter: Tensor) -> Tensor:
+def _grad_of(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 
@@ -232,7 +230,7 @@ def _counts_there(group: dict[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
 
 
-def _side_by_side(task: Task, stepped: list[int]) -> list[Place]:
+def _places_side_by_side(task: Task, stepped: list[int]) -> list[Place]:
     places, end = [], 0
     for i in stepped:
         like = torch.empty_like(task.tensors[i], device="meta")

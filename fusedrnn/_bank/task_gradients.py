@@ -11,36 +11,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .blocks import Block, Home
+from .block_layout import GradientLayout, Place, Segment, aligned
 from .engines import Event
-from .layout import Place, aligned
+from .gradient_blocks import Block, Home
 from .task import Task
-
-
-class Segment(NamedTuple):
-    """The gradients of one dtype within a block."""
-
-    dtype: torch.dtype
-    members: tuple[int, ...]
-    """Indices of the gradients."""
-    begin: int
-    """In bytes."""
-    counts: int
-    """Where a number for each member says how many ranks have it, in bytes."""
-    end: int
-
-
-class GradientLayout(NamedTuple):
-    """Where gradients of a task lie in one block of bytes."""
-
-    indices: tuple[int, ...]
-    """Of the task's tensors."""
-    parameters: tuple[nn.Parameter, ...]
-    places: tuple[Place, ...]
-    segments: tuple[Segment, ...]
-    nbytes: int
 
 
 def gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
@@ -48,8 +24,7 @@ def gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
     key = tuple(trained)
     if key not in task.gradient_layouts:
         task.gradient_layouts[key] = _gradient_layout(task, trained)
-    found: GradientLayout = task.gradient_layouts[key]
-    return found
+    return task.gradient_layouts[key]
 
 
 def _gradient_layout(task: Task, trained: Sequence[int]) -> GradientLayout:
@@ -135,7 +110,7 @@ class Gradient:
         else:
             self.block.wait()
         assert self.block is not None
-        return self.block.views(self.layout), self._in_block
+        return self.block.views(self.layout.places), self._in_block
 
     def _no_part(self) -> Part:
         memory = self._home.pool.take(self.layout.nbytes)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._locks import CallerLock
-from .blocks import Home
+from .backward_passes import Pass, Passes
 from .engines import Engine, Immediate, engine_of
-from .fetch import Fetch, has_hooks
-from .gradients import Gradient, gradient_layout
-from .passes import Pass, Passes
-from .slots import Key, Slot, Slots, Unseen
+from .gradient_blocks import Home
+from .slots import Slot, SlotKey, Slots, Unseen
 from .task import Task, versions_of
+from .task_gradients import Gradient, gradient_layout
 
 
 class Device:
@@ -57,9 +56,9 @@ class Device:
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def key(self, task: Task) -> Key:
+    def key(self, task: Task) -> SlotKey:
         """Of the numbers as they are now."""
-        return Key(task.version(), self._shared_key())
+        return SlotKey(task.version(), self._shared_key())
 
     def refresh_shared(self) -> None:
         """The weights that are added were changed in a way that nobody sees."""
@@ -81,7 +80,12 @@ class Device:
         return tuple((epoch, version) if are_known else epoch for version in versions)
 
     def resident(
-        self, task: Task, *, ahead: bool = False, index: int | None = None, key: Key | None = None
+        self,
+        task: Task,
+        *,
+        ahead: bool = False,
+        index: int | None = None,
+        key: SlotKey | None = None,
     ) -> Slot:
         """A slot with the task's weights of now, which the caller's stream waits for.
 
@@ -129,7 +133,7 @@ class Device:
         slot.is_sum = True
         slot.arrives(self.engine.mark(self.engine.stream()))
 
-    def for_backward(self, task: Task, key: Key, view: Callable[[Slot], Tensor]) -> Tensor:
+    def for_backward(self, task: Task, key: SlotKey, view: Callable[[Slot], Tensor]) -> Tensor:
         """A tensor in a slot with the weights that a call had.
 
         Args:
@@ -163,7 +167,7 @@ class Device:
             return view(slot)
 
     def _check_unchanged(
-        self, task: Task, slot: Slot, key: Key, indices: tuple[int, ...], changes: int
+        self, task: Task, slot: Slot, key: SlotKey, indices: tuple[int, ...], changes: int
     ) -> None:
         """Raises if a slot has other numbers of a tensor than those that a call has saved.
 
@@ -205,58 +209,14 @@ class Device:
         theta = [] if self.shared is None else list(self.shared.parameters())
         for i, (place, tensor) in enumerate(zip(task.places, task.tensors, strict=True)):
             if place.is_parameter and slot.is_sum:
-                expected = _bytes(tensor.detach().to(self.device) + theta[i].detach())
+                expected = _as_bytes(tensor.detach().to(self.device) + theta[i].detach())
             else:
-                expected = _bytes(tensor.detach()).to(self.device)
-            if not torch.equal(_bytes(place.view(slot.memory)), expected):
+                expected = _as_bytes(tensor.detach()).to(self.device)
+            if not torch.equal(_as_bytes(place.view(slot.memory)), expected):
                 raise RuntimeError(
                     f"fusedrnn: {place.names[0]} of {task.name} has changed in a way that torch "
                     "does not count, such as a write to .data: call refresh() of the bank after it"
                 )
-
-    # --- calls ------------------------------------------------------------------------------------
-
-    def tensors(self, task: Task, slot: Slot | None) -> list[Tensor]:
-        """What a call of the task computes with: with a history, if a gradient is wanted.
-
-        Args:
-            slot: Where the weights are; None if that is the host.
-        """
-        self.this_pass()  # so that passes within this one are known to be
-        theta = [] if self.shared is None else list(self.shared.parameters())
-        parameters = sum(place.is_parameter for place in task.places)
-        own = [i for i in range(parameters) if task.tensors[i].requires_grad]
-        theirs = [i for i, tensor in enumerate(theta) if tensor.requires_grad]
-        trained = sorted({*own, *theirs})
-        wants = torch.is_grad_enabled() and trained and not torch.is_inference_mode_enabled()
-        if slot is not None and torch.is_grad_enabled():
-            _check_buffers(task, parameters)
-        # A call within a pass, as of a checkpoint, has tensors of its own.
-        leaves = [(task.tensors[i], *theta[i : i + 1]) for i in trained]
-        hooked = [i for i, some in zip(trained, leaves, strict=True) if any(map(has_hooks, some))]
-        made_for = own, theirs, hooked, torch._C._current_graph_task_id()
-        if slot is not None and slot.views is not None and wants and slot.views[0] == made_for:
-            return slot.views[1]  # so that gradients of several calls are added on the device
-        with torch.inference_mode(False):
-            if slot is None:
-                found = [tensor.detach() for tensor in task.tensors[:parameters]]
-                found += task.tensors[parameters:]
-            else:
-                found = [place.view(slot.memory) for place in task.places]
-        if not wants:
-            return found
-        # One with hooks has a node of its own, so that they are not called if it gets no gradient.
-        for group in [[i for i in trained if i not in hooked], *([i] for i in hooked)]:
-            inside = set(group)
-            ours, added = ([i for i in some if i in inside] for some in (own, theirs))
-            inputs = [*(task.tensors[i] for i in ours), *(theta[i] for i in added)]
-            views = [found[i] for i in group]
-            made = Fetch.apply(self, task, group, ours, added, views, *inputs) if group else ()
-            for i, tensor in zip(group, made, strict=True):
-                found[i] = tensor
-        if slot is not None:
-            slot.views = made_for, found
-        return found
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -319,20 +279,11 @@ class Device:
             return gradient.results()
 
 
-def _check_buffers(task: Task, first: int) -> None:
-    for place, tensor in zip(task.places[first:], task.tensors[first:], strict=True):
-        if tensor.requires_grad:
-            raise RuntimeError(
-                f"fusedrnn: the buffer {place.names[0]} of {task.name} requires a gradient, and a "
-                "WeightBank has those of parameters only: make it an nn.Parameter, or detach() it"
-            )
-
-
 def _is_checked() -> bool:
     return os.environ.get("FUSEDRNN_CHECK", "0") not in ("", "0")
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Its numbers as bytes, of any dtype and strides."""
     size = tensor.itemsize
     own = torch.empty(0, dtype=torch.uint8, device=tensor.device)

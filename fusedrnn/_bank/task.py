@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from .._buffers import place_of, size_of
 from .._flat_weights import FlatModule
+from .block_layout import GradientLayout, Layout, Place, lay_out, tensors_of
 from .engines import Event
-from .layout import Layout, Place, lay_out, tensors_of
-from .swaps import is_plain, list_weights
+
+TaskKey = int | str
+"""The name of a task."""
 
 SHARED = "shared"
 """The name of what all tasks add."""
@@ -41,19 +44,19 @@ class Task:
     block: Tensor
     """The allocation of which its memory is a part."""
 
-    def __init__(self, key: int | str, module: nn.Module, layout: Layout | None = None) -> None:
+    def __init__(self, key: TaskKey, module: nn.Module, layout: Layout | None = None) -> None:
         """``place`` comes before anything else."""
         self.key, self.module = key, module
         self.layout = lay_out(module, self.name) if layout is None else layout
         self.swaps: list[Sequence[Tensor]] = []
-        """What the module has in place of its own tensors, for each call: see swaps.py."""
+        """What the module has in place of its own tensors, for each call: see tensor_swaps.py."""
         self.lists: list[tuple[Any, Any]] = []
         """What torch.nn's layers have as lists of weights, outside of calls."""
         self.tensors: list[Tensor] = []
         self._geometry: Any = None
         self._epochs: list[int] = []
-        self.gradient_layouts: dict[tuple[int, ...], Any] = {}
-        """By the indices of tensors that get one: see gradients.py."""
+        self.gradient_layouts: dict[tuple[int, ...], GradientLayout] = {}
+        """By the indices of tensors that get one: see task_gradients.py."""
         self._groups: tuple[list[int], list[tuple[int, ...]]] | None = None
         self._find_owners()
 
@@ -260,6 +263,24 @@ class Task:
             self._groups = _groups(self.places)
         starts, indices = self._groups
         return indices[bisect_right(starts, offset) - 1]
+
+
+def list_weights(rnns: Sequence[nn.RNNBase]) -> None:
+    """Sets the lists that torch.nn's layers have of their weights.
+
+    torch would set them by flatten_parameters(), which moves weights of a GPU, and would keep them
+    afterwards.
+    """
+    for rnn in rnns:
+        rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor is nothing but memory."""
+    is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return is_strided and not (tensor.is_meta or is_wrapped(tensor))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:

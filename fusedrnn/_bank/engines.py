@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .memory import Registry, pin
+from .host_memory import Registry, pin
 
 Event = Any
 

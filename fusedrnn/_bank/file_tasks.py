@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .block_layout import Layout, lay_out
 from .engines import Engine, Event
-from .layout import Layout, lay_out
-from .memory import allocate
-from .task import SHARED, Task, Version
+from .host_memory import allocate
+from .task import SHARED, Task, TaskKey, Version
 
 _MOST_KEPT = 64
 """Modules of tasks that were used last, which are views of the file and take little memory."""
@@ -31,7 +31,7 @@ class File:
             prefix: Of the bank's tensors in the file of a whole model.
             has_shared: The bank has weights that all tasks add.
         """
-        self._file = _opened(path)
+        self._file = _open_safetensors(path)
         self.path, self.module = path, module
         self._prefix = prefix and prefix.rstrip(".") + "."
         names = self._names(list(self._file.keys()))
@@ -49,7 +49,9 @@ class File:
         if has_shared:
             self._check(SHARED, names[SHARED], expected, list(names))
         tasks = (key for key in names if not (has_shared and key == SHARED))
-        self.keys: dict[str, int | str] = dict(sorted(((k, _key(k)) for k in tasks), key=_order))
+        self.keys: dict[str, TaskKey] = dict(
+            sorted(((k, _key_of(k)) for k in tasks), key=_numbers_first)
+        )
         """Of tasks, and what they stand for."""
 
     def _names(self, full: list[str]) -> dict[str, list[str]]:
@@ -111,7 +113,7 @@ class File:
         return module.requires_grad_(False).eval()
 
 
-def _opened(path: str | Path) -> Any:
+def _open_safetensors(path: str | Path) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -127,13 +129,13 @@ def _opened(path: str | Path) -> Any:
         ) from error
 
 
-def _key(name: str) -> int | str:
+def _key_of(name: str) -> TaskKey:
     """The number that a name is, if it is written as Python does."""
     is_number = name.isascii() and name.isdecimal() and str(int(name)) == name
     return int(name) if is_number else name
 
 
-def _order(item: tuple[str, int | str]) -> tuple[bool, int, str]:
+def _numbers_first(item: tuple[str, TaskKey]) -> tuple[bool, int, str]:
     """Numbers first."""
     name, key = item
     return isinstance(key, str), 0 if isinstance(key, str) else key, name
@@ -142,7 +144,7 @@ def _order(item: tuple[str, int | str]) -> tuple[bool, int, str]:
 class FileTask(Task):
     """A task that is read when it is used."""
 
-    def __init__(self, key: int | str, module: nn.Module, layout: Layout, tasks: FileTasks) -> None:
+    def __init__(self, key: TaskKey, module: nn.Module, layout: Layout, tasks: FileTasks) -> None:
         self._tasks = tasks
         super().__init__(key, module, layout)
         self.tensors = [where[name] for (where, name), *_ in self._owners]
@@ -194,11 +196,11 @@ class FileTasks(Mapping[str, Task]):
         self._kept: OrderedDict[str, FileTask] = OrderedDict()
         self.staging: Staging | None = None
 
-    def use(self, engine: Engine | None) -> None:
+    def use_engine(self, engine: Engine | None) -> None:
         """Weights go to the device of this engine."""
         self.staging = None if engine is None else Staging(self._layout.nbytes, engine)
 
-    def keys_of_tasks(self) -> list[int | str]:
+    def keys_of_tasks(self) -> list[TaskKey]:
         return list(self._file.keys.values())
 
     def nbytes_of_largest(self) -> int:

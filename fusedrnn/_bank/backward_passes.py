@@ -5,15 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-if TYPE_CHECKING:
-    from .gradients import Gradient
-    from .slots import Slot
-    from .task import Task
+from .slots import Slot
+from .task import Task
+from .task_gradients import Gradient
 
 
 class Pass:

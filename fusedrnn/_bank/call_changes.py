@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .bank_device import Device
 from .slots import Slot, Use
-from .swaps import reassign, write
 from .task import Task, versions_of
-
-if TYPE_CHECKING:
-    from .device import Device
+from .tensor_swaps import reassign_buffers, write_values
 
 
 def keep_reassigned(task: Task, slot: Slot, use: Use, values: dict[int, Tensor]) -> None:
@@ -27,9 +24,9 @@ def keep_reassigned(task: Task, slot: Slot, use: Use, values: dict[int, Tensor])
         return
     is_kept = any(_references(use.tensors, i) > _ALONE for i in values) or slot.is_held()
     if is_kept and not task.swaps:
-        reassign(task, values)
+        reassign_buffers(task, values)
     else:
-        write(use.tensors, values)
+        write_values(use.tensors, values)
 
 
 def _references(tensors: Sequence[object], i: int) -> int:
