@@ -132,6 +132,64 @@ def imported_siblings(tree: ast.AST) -> set[str]:
     return {name.split(".")[1] for name in dotted if name.startswith("fusedrnn.")}
 
 
+def imports_of_files(package: Path) -> dict[str, set[str]]:
+    """For each file of the package the files that it imports, also for types and in functions."""
+    names = {path.relative_to(package).with_suffix("").as_posix() for path in package.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for name in names:
+        folder = name.split("/")[:-1]
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            module = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = [*folder[: len(folder) - node.level + 1], *module]
+            elif module[:1] == ["fusedrnn"]:
+                base = module[1:]
+            else:
+                continue
+            for alias in node.names:  # a file, or what a file or a folder's __init__ has
+                ways = [[*base, alias.name], [*base, alias.name, "__init__"], base]
+                ways.append([*base, "__init__"])
+                imported |= set(list(filter(names.__contains__, map("/".join, ways)))[:1])
+        found[name] = imported - {name}
+    return found
+
+
+def circles(imports: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Files that import each other, directly or by way of others."""
+    reached: dict[str, set[str]] = {}
+    for name in imports:
+        seen, left = set[str](), list(imports[name])
+        while left:
+            one = left.pop()
+            if one not in seen:
+                seen.add(one)
+                left += imports[one]
+        reached[name] = seen
+    found = {
+        tuple(sorted(one for one in imports if one in reached[name] and name in reached[one]))
+        for name in imports
+    }
+    return sorted(found - {()})
+
+
+def hidden_imports(package: Path) -> list[str]:
+    """Imports of the package's own files within functions, where they would hide a circle."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (
+                    node.level or (node.module or "").startswith("fusedrnn")
+                ):
+                    found.append(f"{path.relative_to(package)}:{node.lineno}")
+    return found
+
+
 def python_violations(package: Path) -> list[str]:
     """All breaches of the rules in a folder of Python files, one sentence each."""
     found = []
@@ -167,6 +225,30 @@ def test_cpp_keeps_its_layers() -> None:
 def test_python_keeps_its_layers() -> None:
     if violations := python_violations(ROOT / "fusedrnn"):
         pytest.fail("\n".join(violations), pytrace=False)
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    assert circles(imports_of_files(ROOT / "fusedrnn")) == []
+    assert hidden_imports(ROOT / "fusedrnn") == []
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = [path.stem.lstrip("_") for path in (ROOT / "fusedrnn").rglob("*.py")]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == {"init__"}
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    for name, code in {
+        "a": "from .room.b import x",
+        "room/b": "def f():\n    from . import c",
+        "room/c": "from fusedrnn import a",
+        "d": "from . import a",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    assert circles(imports_of_files(tmp_path)) == [("a", "room/b", "room/c")]
+    assert hidden_imports(tmp_path) == ["room/b.py:2"]
 
 
 @pytest.mark.parametrize(

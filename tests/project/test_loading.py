@@ -21,7 +21,7 @@ def test_the_library_says_when_it_is_not_built(tmp_path):
     (tmp_path / "fusedrnn").mkdir()
     for file in source.glob("*.py"):
         shutil.copy(file, tmp_path / "fusedrnn")
-    shutil.copytree(source / "modules", tmp_path / "fusedrnn" / "modules")
+    shutil.copytree(source / "_modules", tmp_path / "fusedrnn" / "_modules")
     run = subprocess.run(
         [sys.executable, "-c", IMPORT], cwd=tmp_path, capture_output=True, text=True
     )
