@@ -134,12 +134,14 @@ def imported_siblings(tree: ast.AST) -> set[str]:
 
 def imports_of_files(package: Path) -> dict[str, set[str]]:
     """For each file of the package the files that it imports, also for types and in functions."""
-    names = {path.relative_to(package).with_suffix("").as_posix() for path in package.rglob("*.py")}
+    paths = [path for kind in ("*.py", "*.pyi") for path in package.rglob(kind)]
+    names = {path.relative_to(package).with_suffix("").as_posix() for path in paths}
     found: dict[str, set[str]] = {}
-    for name in names:
+    for path in paths:
+        name = path.relative_to(package).with_suffix("").as_posix()
         folder = name.split("/")[:-1]
         imported: set[str] = set()
-        for node in ast.walk(ast.parse((package / f"{name}.py").read_text())):
+        for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom):
                 continue
             module = (node.module or "").split(".") if node.module else []
