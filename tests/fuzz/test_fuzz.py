@@ -50,7 +50,7 @@ def test_random_steps_are_wrong_without_verification(monkeypatch):
 
     The compiler has a fault: what is detached keeps its derivative.
     """
-    monkeypatch.setattr("fusedrnn._compiler.trace.stop", lambda tensor: tensor.clone())
+    monkeypatch.setattr("fusedrnn._front.flat_step.stop", lambda tensor: tensor.clone())
     monkeypatch.setattr("fusedrnn._compiler.pipeline.verify", lambda *given: None)
     monkeypatch.setattr(steps, "BUILT", 10**9)
     monkeypatch.setattr(steps, "TRICKS", {steps.step_tricks.without_gradient: 1})

@@ -15,7 +15,7 @@ from recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
-from fusedrnn._recurrent.layer_call import memory_of
+from fusedrnn._recurrent.layer_call import cell_memory_of
 
 T, B, H = 12, 3, 4
 
@@ -72,8 +72,8 @@ def test_each_function_has_a_memory() -> None:
         return lambda h, x: (h, held)
 
     once, part = step_with(1), partial(weighted, torch.ones(H))
-    assert memory_of(once) is memory_of(once) is not memory_of(step_with(1))
-    assert memory_of(part) is memory_of(part) is not memory_of(partial(weighted, torch.ones(H)))
+    assert cell_memory_of(once) is cell_memory_of(once) is not cell_memory_of(step_with(1))
+    assert cell_memory_of(part) is cell_memory_of(part) is not cell_memory_of(partial(weighted, torch.ones(H)))
 
 
 def test_nothing_lives_on() -> None:
