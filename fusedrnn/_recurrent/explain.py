@@ -8,12 +8,14 @@ from torch import nn
 from .. import _modules as modules
 from .._front.torch_refusals import way_out
 from .._runtime.cuda_graphs import RECORDERS
-from .._runtime.loop_chunks import Explanation, measure_graph, measure_step
+from .._runtime.loop_chunks import measure_graph, measure_step
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves, Structure, flatten
-from .layer_call import OneLayerCall, Settings, why_no_program
+from .explanation import Explanation
+from .layer_call import OneLayerCall, why_no_program
 from .layers_call import LayersCall, joined
 from .running_call import NoProgram, PlannedCall, ProgramOptions, in_order
+from .settings import Settings
 
 _STEPS = 3
 

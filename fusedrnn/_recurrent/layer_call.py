@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from .._front.torch_refusals import way_out
-from .._options import check_chunks, check_flag
 from .._runtime.cuda_graph_probe import obstacle_to_graphs
 from .._runtime.cuda_graphs import LEAST_CHUNKS, RECORDERS, Graphs
-from .._runtime.find_program import NEVER, REQUIRE, check_compile
 from .._runtime.loop_autograd import run_sequence, run_with_graph
 from .._runtime.loop_chunks import chunk_steps, measure_step
 from .._runtime.loop_run import Run, add_note
@@ -33,50 +31,8 @@ from .._warnings import warn
 from .compiled_calls import CompiledCalls
 from .obstacles import unusual_weight
 from .running_call import NoProgram, NotCompiled, ProgramOptions, TooSmall
+from .settings import NEVER, REQUIRE, Settings
 from .user_step import UserStep, code_of
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user says of how sequences run."""
-
-    chunk_size: int | None
-    workspace_bytes: int | None
-    cuda_graphs: bool
-    compile: str
-    recompute: bool
-
-    def __post_init__(self) -> None:
-        check_chunks(self.chunk_size, self.workspace_bytes)
-        check_flag("cuda_graphs", self.cuda_graphs)
-        check_compile(self.compile)
-        check_flag("recompute", self.recompute)
-        if not self.recompute and self._only_recomputes():
-            raise ValueError(f"fusedrnn: recompute=False excludes {self._only_recomputes()}")
-
-    @staticmethod
-    def of(*values: Any) -> Settings:
-        """The same object for the same values."""
-        try:
-            return _settings(*values)
-        except TypeError:  # a value that nobody can look up, and that is wrong
-            return Settings(*values)
-
-    def _only_recomputes(self) -> str:
-        """The option that is for steps which backward takes again; or nothing."""
-        if self.cuda_graphs:
-            return "cuda_graphs=True, which records the chunks that backward takes again"
-        if self.compile == REQUIRE:  # programs have chunks, whatever they keep
-            return ""
-        for name in ("chunk_size", "workspace_bytes"):
-            if getattr(self, name) is not None:
-                return f"{name} unless compile='require': the graph of steps has no chunks"
-        return ""
-
-
-@functools.lru_cache(256, typed=True)
-def _settings(*values: Any) -> Settings:
-    return Settings(*values)
 
 
 @dataclass

@@ -17,8 +17,9 @@ from .._step.replicas import is_replica
 from .._step.sequence_call import Names, Resets, SequenceCall
 from .._step.trees import Leaves, Structure, check_tensors, flatten
 from .initial_state import initial_state
-from .layer_call import CellMemory, OneLayerCall, Settings
+from .layer_call import CellMemory, OneLayerCall
 from .sequence_forms import Sequences
+from .settings import Settings
 from .user_step import UserStep
 
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from .._options import check_flag, kind_of
-from .._runtime.loop_chunks import Explanation
 from .._step.noise import Seed
 from .._step.trees import flatten
 from .._tracers import never_in_graphs
 from .explain import explanation
-from .layer_call import CellMemory, Settings
+from .explanation import Explanation
+from .layer_call import CellMemory
 from .layers_call import LayersCall
 from .repeated_calls import UsualCalls
 from .sequence_forms import Sequences
+from .settings import Settings
 
 
 class Recurrent(nn.Module):

@@ -14,7 +14,8 @@ from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, check_tensors, flatten
 from .._tracers import never_in_graphs
 from .explain import explained
-from .layer_call import OneLayerCall, Settings, cell_memory_of
+from .layer_call import OneLayerCall, cell_memory_of
+from .settings import Settings
 from .user_step import UserStep
 
 

@@ -15,26 +15,13 @@ from .._compiler.unused_results import without_unused_results
 from .._front.compile_lock import Busy, one_at_a_time
 from .._front.refusals import CHANGING, CannotCompile
 from .._front.step_graph import Given, StepGraph
-from .._options import text_of
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .._step.unusual_tensors import unusual
 from .trial_by_operators import run_library
 
-AUTO, REQUIRE, NEVER = COMPILE = ("auto", "require", "never")
-
 MOST_NUMBERS = 8
 """Programs of one graph that differ in numbers alone: more would be built anew in each call."""
-
-
-def check_compile(value: Any) -> None:
-    """
-    Raises:
-        ValueError: It is no value of ``compile``.
-    """
-    if not isinstance(value, str) or value not in COMPILE:
-        names = ", ".join(map(repr, COMPILE))
-        raise ValueError(f"fusedrnn: compile must be one of {names}, got {text_of(value)}")
 
 
 class ForNow(str):

@@ -73,7 +73,11 @@ def test_each_function_has_a_memory() -> None:
 
     once, part = step_with(1), partial(weighted, torch.ones(H))
     assert cell_memory_of(once) is cell_memory_of(once) is not cell_memory_of(step_with(1))
-    assert cell_memory_of(part) is cell_memory_of(part) is not cell_memory_of(partial(weighted, torch.ones(H)))
+    assert (
+        cell_memory_of(part)
+        is cell_memory_of(part)
+        is not cell_memory_of(partial(weighted, torch.ones(H)))
+    )
 
 
 def test_nothing_lives_on() -> None:
