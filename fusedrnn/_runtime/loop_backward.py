@@ -10,20 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._step.gradients import (
-    Gradients,
-    are_close,
-    coarsest_eps,
-    dense,
-    gradients_of,
-    sums_are_close,
-    sums_of,
-)
+from .._step.gradients import Gradients, dense, gradients_of
 from .._step.sequence_call import LoopValues
 from .._step.trees import Leaves
 from .cuda_graphs import CannotRecord, Recorded
 from .loop_run import Chunk, Run, as_leaf
 from .missed_leaves import check_nothing_missed
+from .state_comparison import are_close, coarsest_eps, sums_are_close, sums_of
 
 
 class Given(NamedTuple):

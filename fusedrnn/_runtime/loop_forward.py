@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._step.gradients import sums_of
 from .._step.sequence_call import SequenceCall, like_rows
 from .._step.trees import Leaves
 from .cuda_graphs import CannotRecord
 from .first_step import take_first, take_looking
 from .loop_run import Chunk, Mark, Run
+from .state_comparison import sums_of
 
 
 class Result(NamedTuple):
