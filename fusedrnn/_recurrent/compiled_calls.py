@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import _helpers as helpers
 from .._front.refusals import CHANGING, CannotTrace, ChangesPython
 from .._front.stand_ins import StandIns
 from .._front.traced_step import TracedStep
@@ -27,7 +29,7 @@ from .running_call import (
     RunningCall,
     Seen,
 )
-from .shared_steps import ModuleGuard, Refusals, RefusedStep, looks_of, steps_of_process
+from .shared_steps import Refusals, RefusedStep, looks_of, steps_of_process
 from .user_step import UserStep, name_of, wrapper_of
 
 
@@ -222,3 +224,18 @@ class CompiledCalls:
         for known in (self._refused, steps_of_process.refusals(user)):
             before = known.get(key)
             known[key] = RefusedStep(reason, first if before is None else 2 * before.calls)
+
+
+class ModuleGuard:
+    """Whether a module's classes are as they were, of it and of those inside of it; and its hooks.
+
+    torch.compile looks at hooks of modules that are not the cell's, and follows them.
+    """
+
+    def __init__(self, module: nn.Module, may_have_hooks: bool) -> None:
+        self._module, self._allowed = weakref.ref(module), 2 if may_have_hooks else 0
+        self._guard = helpers.ModuleGuard(module)
+
+    def is_as_before(self) -> bool:
+        module = self._module()
+        return module is not None and self._guard.look(module) in (0, self._allowed)

@@ -1,5 +1,4 @@
-"""Steps through torch.compile, which all cells of a class share; what was refused of them, and
-whether the modules that they read are as they were."""
+"""Steps through torch.compile, which all cells of a class share, and what was refused of them."""
 
 from __future__ import annotations
 
@@ -9,26 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from .. import _helpers as helpers
 from .._front.class_contents import Contents, users_classes
 from .._front.traced_step import TracedStep
 from .._step.sequence_call import SequenceCall
 from .user_step import UserStep, code_of, name_of, wrapper_of
-
-
-class ModuleGuard:
-    """Whether a module's classes are as they were, of it and of those inside of it; and its hooks.
-
-    torch.compile looks at hooks of modules that are not the cell's, and follows them.
-    """
-
-    def __init__(self, module: nn.Module, may_have_hooks: bool) -> None:
-        self._module, self._allowed = weakref.ref(module), 2 if may_have_hooks else 0
-        self._guard = helpers.ModuleGuard(module)
-
-    def is_as_before(self) -> bool:
-        module = self._module()
-        return module is not None and self._guard.look(module) in (0, self._allowed)
 
 
 class RefusedStep:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._step.noise import Seed
-from .operator_arguments import OperatorArguments
-from .program_call import ProgramCall, ProgramValues
+from .program_call import OperatorArguments, ProgramCall, ProgramValues
 from .sequence_parts import SequencePart, with_last
 
 

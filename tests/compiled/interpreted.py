@@ -27,8 +27,8 @@ from fusedrnn._compiler.operation_graph import CannotStore
 from fusedrnn._compiler.trial import Trial
 from fusedrnn._recurrent import compiled_calls, running_call
 from fusedrnn._recurrent.shared_steps import SharedSteps
-from fusedrnn._runtime import find_program, operator_arguments
-from fusedrnn._runtime.operator_arguments import SEQUENCE, STATE
+from fusedrnn._runtime import find_program, program_call
+from fusedrnn._runtime.program_call import SEQUENCE, STATE
 
 _programs: list[Any] = []
 """By their numbers; modules keep these for as long as they live."""
@@ -65,7 +65,7 @@ def interpreted(makes_all_anew: bool = False) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         have_own_programs(patch, "" if makes_all_anew else "interpreted")
-        patch.setattr(operator_arguments, "program_operators", fake)
+        patch.setattr(program_call, "program_operators", fake)
         patch.setattr(compiled_step, "program_operators", fake)
         for module in (pipeline, unused_results):
             patch.setattr(module, "add_library", add_library)

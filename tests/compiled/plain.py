@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fusedrnn._runtime.operator_arguments import KEEP, SEQUENCE, ZERO
+from fusedrnn._runtime.program_call import KEEP, SEQUENCE, ZERO
 from fusedrnn._step.noise import Noise, Seed
 from fusedrnn._step.watch import Watch
 
