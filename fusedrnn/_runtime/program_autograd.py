@@ -21,8 +21,7 @@ from .find_program import without_unused
 from .graph_loop import loop
 from .loop_autograd import is_batched, warn_of_loop
 from .program_backward import backward
-from .program_call import ProgramCall, ProgramValues
-from .program_forward import forward
+from .program_call import ProgramCall, ProgramValues, forward
 
 
 def run_program(call: ProgramCall, seed: Seed, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:

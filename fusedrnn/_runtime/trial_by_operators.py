@@ -9,8 +9,7 @@ from .._compiler.compiled_step import CompiledStep
 from .._compiler.trial import Trial
 from .._step.sequence_call import Names, SequenceCall
 from .program_backward import backward
-from .program_call import ProgramCall
-from .program_forward import forward
+from .program_call import ProgramCall, forward
 from .sequence_parts import SequencePart
 
 
