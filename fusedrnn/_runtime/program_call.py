@@ -1,5 +1,7 @@
-"""A call of a program: its tensors, what the operators get, and forward of the whole sequence, or part
-by part where its end alone is wanted."""
+"""A call of a program: its tensors, what the operators get, and forward.
+
+Forward takes the whole sequence at once, or part by part where its end alone is wanted.
+"""
 
 from __future__ import annotations
 
