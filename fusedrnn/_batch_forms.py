@@ -126,11 +126,11 @@ class BatchForm(NamedTuple):
         if lengths is not None:
             if packing is not None:
                 raise ValueError(
-                    "fusedrnn: lengths must not be given for a PackedSequence, which has them"
+                    "fusedrnn: lengths must not be given with a PackedSequence, which has its own"
                 )
             if not self.is_batched:
                 raise ValueError(
-                    "fusedrnn: lengths are for a batch of sequences, got input without batch"
+                    "fusedrnn: lengths need a batch of sequences, got an input without a batch"
                 )
             lengths = checks.lengths(lengths, self.seq_len, self.batch)
         if reset is not None:

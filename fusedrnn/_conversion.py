@@ -142,7 +142,7 @@ def convert(module: M) -> tuple[M, ConversionReport]:
         model: ``module``, or the new module if ``module`` itself is a recurrent one and was
         replaced; type checkers take it for the old type.
 
-        report: What was replaced, what was kept and why, and what other code must do otherwise.
+        report: What was replaced, what was kept and why, and what must change in other code.
 
     Raises:
         TypeError: ``module`` is not a torch.nn.Module.
@@ -320,7 +320,7 @@ def _counterpart_class(old: nn.Module, counterparts: Counterparts) -> type[nn.Mo
     for known in counterparts:
         if isinstance(old, known):
             raise _CannotReplace(
-                f"it is of a subclass of {_class_name(known)}, which may do something else"
+                f"it is of a subclass of {_class_name(known)}, which may compute something else"
             )
     package = "torch.nn" if counterparts is _TO_TORCH else "fusedrnn"
     raise _CannotReplace(f"{package} has no counterpart of {_class_name(type(old))}")
@@ -385,7 +385,7 @@ def _check_tensors(old: nn.Module, new: nn.Module) -> None:
     if others:
         names = ", ".join(sorted(others))
         raise _CannotReplace(
-            f"it holds more than its weights: {names} (as weight_norm and pruning make it)"
+            f"it has more than its usual weights: {names} (as weight_norm and pruning add)"
         )
     for name, expected in new._parameters.items():
         weight = old._parameters.get(name)

@@ -35,7 +35,7 @@ class Dual:
         if name in _RULES:
             return _RULES[name](*args, **(kwargs or {}))
         if name not in _LINEAR:
-            raise NotImplementedError(f"fusedrnn: {name} has no rule for tangents")
+            raise NotImplementedError(f"fusedrnn: {name} has no rule for forward-mode derivatives")
         values = function(*_map(_value, args), **(kwargs or {}))
         tangents = function(*_map(_tangent, args), **(kwargs or {}))
         if isinstance(values, Tensor):

@@ -1,4 +1,4 @@
-"""Locks that let the threads of autograd pass for the thread that waits for them.
+"""A re-entrant lock shared by a thread and the autograd threads working for it.
 
 A thread that holds the lock of a module and runs a backward pass on a GPU waits for a thread of
 autograd, which may need the same lock. torch hands what is stored for a thread on to the threads

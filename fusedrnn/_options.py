@@ -47,17 +47,17 @@ class TorchOptions(TypedDict, total=False):
 class FusedOptions(TypedDict, total=False):
     """The options that torch.nn's recurrent layers do not have.
 
-    zoneout: Probability with which, in training, a unit keeps its state through a step; in
-        evaluation the new state is the expectation. An LSTM takes a pair too, of h and of c.
+    zoneout: Probability that a unit keeps its state through a step, in training; in evaluation the
+        new state is the expectation. An LSTM also takes a pair, for h and for c.
         Krueger et al. 2017, "Zoneout: Regularizing RNNs by Randomly Preserving Hidden Activations".
-    weight_dropout: Probability with which, in training, an element of a recurrent weight matrix is
-        zeroed, the same elements in all steps of a call. Recurrent are all weights but
-        ``weight_ih``. Wan et al. 2013, "Regularization of Neural Networks using DropConnect", as in
-        Merity et al. 2018, "Regularizing and Optimizing LSTM Language Models".
+    weight_dropout: Probability that an element of a recurrent weight matrix is zeroed, in training;
+        the same elements in all steps of a call. All weights but ``weight_ih`` are recurrent. Wan
+        et al. 2013, "Regularization of Neural Networks using DropConnect", as in Merity et al.
+        2018, "Regularizing and Optimizing LSTM Language Models".
     return_sequence: False returns the last state of the last layer instead of its output, in memory
-        that grows with the square root of seq_len: backward recomputes the steps between states
-        that are saved now and then. With two directions and several layers this holds for the last
-        layer; the layers below save their output.
+        that grows with sqrt(seq_len): only checkpoints of the state are saved, and backward
+        recomputes the steps between them. With two directions and several layers this holds for
+        the last layer; the layers below save their output.
     recompute: True has backward recompute the pre-activations of the gates. False saves them in
         forward, which gives the same output, and the same gradients up to rounding: 4 * hidden_size
         numbers for each step and row (a StochasticGRU 2 * latent_size more), in float32 or float64.
@@ -66,10 +66,10 @@ class FusedOptions(TypedDict, total=False):
         batch are at most the features of input and h (about its weights' size). See
         :func:`fusedrnn.plan`. No effect with ``return_sequence=False``, which recomputes.
     chunk_size: Time steps per chunk. Memory for temporary results is proportional to it. None
-        chooses: about 256 rows (steps x batch) on the CPU; on a GPU as many steps as it takes to
-        make the fixed cost of a chunk small, within half or a quarter of the memory that
-        torch.nn.LSTM takes (:func:`fusedrnn.plan` says how many, and why). Results are the same up
-        to rounding.
+        chooses: about 256 rows (steps x batch) on the CPU; on a GPU enough steps to make the fixed
+        cost of a chunk small, within half or a quarter of the memory that torch.nn.LSTM takes
+        (:func:`fusedrnn.plan` gives the number and the reason). Results are the same up to
+        rounding.
     workspace_bytes: Upper bound on the temporary memory of forward and of backward, each, in bytes.
         Chunks are as long as it allows. Output, saved tensors and gradients are not counted. A call
         raises a RuntimeError if one step needs more. Excludes ``chunk_size``.

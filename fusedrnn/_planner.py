@@ -75,12 +75,12 @@ class PlanMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one layer and direction goes through a sequence; print it."""
+    """How one layer and direction runs over a sequence, as text by ``print`` and as attributes."""
 
     forward: PassPlan
     backward: PassPlan
     reason: str
-    """Why the backend of forward was chosen; and if only backward is stepwise, why that is so."""
+    """Why forward has this backend; and if only backward is stepwise, why."""
     fp32_precision: str
     """Of products of float32: "tf32" if a GPU may round them, else "ieee"; "" of other dtypes."""
     chunk_steps: int
@@ -95,7 +95,7 @@ class Plan:
     recompute: bool
     """Whether backward recomputes the pre-activations of the gates: what the module's
     ``recompute`` says, or what this layer chooses at these sizes if that is None; always with
-    ``return_sequence=False``. The numbers of this plan are those of that choice, of one layer in
+    ``return_sequence=False``. All numbers of this plan follow from that choice, for one layer in
     one direction."""
     memory: PlanMemory
 

@@ -46,7 +46,7 @@ def _remembered(generator: torch.Generator, number: int) -> int:
 def _draw_from(generator: int, device: torch.device) -> Tensor:
     found = _generators.get(generator)
     if found is None:
-        raise RuntimeError("fusedrnn: the generator that this graph draws from exists no more")
+        raise RuntimeError("fusedrnn: the generator that this graph draws from no longer exists")
     return _drawn(found, device)
 
 

@@ -126,7 +126,8 @@ class Stack(NamedTuple):
     ) -> tuple[Tensor, States]:
         if is_traced() or is_recorded():
             raise RuntimeError(
-                "fusedrnn: reset_to cannot be traced: where sequences are cut is data"
+                "fusedrnn: a call with reset_to cannot be traced, since values of reset decide "
+                "where sequences are cut"
             )
         assert self.mask.reset is not None
         if not self.mask.reset.shape[1]:  # no rows, no pieces

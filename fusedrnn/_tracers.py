@@ -43,8 +43,8 @@ def never_in_graphs(function: F) -> F:
     graph, errors of the compiler say what to do.
     """
     reason = (
-        f"fusedrnn: {function.__qualname__} decides by values, so it stays out of graphs: compile "
-        "without fullgraph=True; export, if it can be, with strict=False"
+        f"fusedrnn: {function.__qualname__} depends on values of tensors, so it stays out of "
+        "graphs: compile without fullgraph=True; export, if it can be, with strict=False"
     )
 
     @functools.wraps(function)

@@ -71,7 +71,7 @@ def packed_reset(s: Subject) -> None:
     trial, reset = Trial(s, batch_first=True, **DEEP), torch.rand(3, 5) < 0.4
     _packed(trial, UNSORTED, enforce_sorted=False, reset=reset)
     packed = packing.pack_padded_sequence(trial.x, LENGTHS, batch_first=True)
-    must_raise(lambda: trial.module(packed, lengths=[5, 3, 1]), "must not be given for a Packed")
+    must_raise(lambda: trial.module(packed, lengths=[5, 3, 1]), "must not be given with a Packed")
 
 
 @row("PackedSequence, one sequence")

@@ -46,7 +46,7 @@ def tasks_of(bank: BankState, modules: Any, tasks: Any, shared: str | None) -> I
     if tasks is not None or shared is not None:
         name = "tasks" if tasks is not None else "shared"
         raise TypeError(
-            f"fusedrnn: {name} is for a single module, of which a bank makes copies; got a "
+            f"fusedrnn: {name} needs a single module, which the bank copies; got a "
             f"{type(modules).__name__} of modules"
         )
     if isinstance(modules, Mapping | nn.ModuleDict):
@@ -143,8 +143,8 @@ def check_free(bank: BankState, key: TaskKey) -> None:
     name = str(key)
     if name == "" or "." in name:
         raise ValueError(
-            f"fusedrnn: the name of a task has no dot, and is not empty, since state dicts have it "
-            f"before a dot; got {key!r}"
+            "fusedrnn: the name of a task must not be empty or have a dot, since state dicts put "
+            f"it before a dot; got {key!r}"
         )
     if name == SHARED and bank._adds:
         raise ValueError(f'fusedrnn: with shared="add" no task can have the name {SHARED!r}')
@@ -152,8 +152,8 @@ def check_free(bank: BankState, key: TaskKey) -> None:
         raise ValueError(f"fusedrnn: there is a task {key!r} already")
     if name in vars(bank) or (name.startswith("_") and hasattr(type(bank), name)):
         raise ValueError(
-            f"fusedrnn: no task can have the name {key!r}, since a bank has something else there: "
-            "take another one"
+            f"fusedrnn: no task can have the name {key!r}, which is an attribute of the bank: use "
+            "another name"
         )
 
 
@@ -167,19 +167,19 @@ def check_kind(module: Any, key: TaskKey) -> None:
         if isinstance(inner, torch.jit.ScriptModule):
             raise TypeError(
                 f"fusedrnn: task {key!r} has a {type(inner).__name__}, whose tensors are in C++ "
-                "where a bank cannot exchange them: give the module that it was made of"
+                "where a bank cannot replace them: pass the module that it was made from"
             )
         if isinstance(inner, BankState):
             raise TypeError(
-                f"fusedrnn: task {key!r} has a WeightBank in it, and a bank cannot be a part of "
-                "another one's task: put both beside each other in the model"
+                f"fusedrnn: task {key!r} has a WeightBank in it, and a task of a bank cannot "
+                "contain a bank: make both banks submodules of the model"
             )
 
 
 def shared_tensor_error(task: str, other: str) -> ValueError:
     return ValueError(
-        f"fusedrnn: {task} shares a tensor with {other}: what all tasks have in common belongs "
-        "outside of the bank, or is shared='add'"
+        f"fusedrnn: {task} shares a tensor with {other}: keep tensors that tasks have in common "
+        "outside of the bank, or use shared='add'"
     )
 
 
@@ -224,14 +224,14 @@ def key_of(key: Any) -> TaskKey:
         is_bool = key.dtype == torch.bool
         if not key.is_cpu:
             raise TypeError(
-                f"fusedrnn: a task is an int or a str, got {as_text(key)}: keep tasks on the host, "
-                "since Python has to know which module to call; as t in bank(t, x)"
+                f"fusedrnn: the task t in bank(t, x) must be an int or a str, got {as_text(key)}: "
+                "keep it on the host, since Python has to know which module to call"
             )
     if not is_bool:
         with suppress(TypeError):
             return index(key)
     raise TypeError(
-        f"fusedrnn: a task is an int or a str, got {as_text(key)}: call bank(t, x), where t is one"
+        f"fusedrnn: a task must be an int or a str, got {as_text(key)}: call bank(t, x) with task t"
     )
 
 

@@ -196,7 +196,7 @@ class Device:
         if changed is not None:
             raise RuntimeError(
                 f"fusedrnn: {changed[0]} of {task.name} was {changed[1]} between forward and "
-                "backward, which needs the numbers that forward had: call backward() before "
+                "backward, and backward needs the values that forward had: call backward() before "
                 "step(), and before weights are loaded"
             )
 

@@ -89,25 +89,25 @@ def _obstacle(device: Device, task: Task, use: Use, i: int, is_ours: Sequence[bo
     place, tensor = task.places[i], use.tensors[i]
     if tensor.data_ptr() != use.addresses[i]:
         why = (
-            "moved or converted during a call, in which it is the device's: convert the whole bank "
+            "moved or converted during a call, while it is on the device: convert the whole bank "
             f"by to(), or change bank[{task.key!r}] outside of calls"
         )
     elif use.versions[i] == tensor._version:
         return None
     elif tensor.grad_fn is not None and tensor.grad_fn.name() != "FetchBackward":
         why = (
-            "changed in place during a call and then has a history, which cannot go to the host "
-            "with it: change weights under no_grad(), and buffers by detached tensors"
+            "changed in place during a call by an operation that autograd records, and its graph "
+            "cannot go to the host: change weights under no_grad(), and buffers by detached tensors"
         )
     elif place.is_parameter and device.shared is not None:
         why = (
-            "changed in place during a call, in which it is the sum with a shared weight: change "
+            "changed in place during a call, while it is the sum with a shared weight: change "
             f"bank.shared or bank[{task.key!r}] outside of calls"
         )
     elif not is_ours[i]:
         why = (
-            "changed during a call, and on the host as well, as by step(): end the call, or the "
-            "block of active(), before"
+            "changed both during a call and on the host, as step() does: end the call, or leave "
+            "the with block of active(), before the change on the host"
         )
     else:
         return None

@@ -66,7 +66,8 @@ def _check_buffers(task: Task, first: int) -> None:
         if tensor.requires_grad:
             raise RuntimeError(
                 f"fusedrnn: the buffer {place.names[0]} of {task.name} requires a gradient, and a "
-                "WeightBank has those of parameters only: make it an nn.Parameter, or detach() it"
+                "WeightBank has gradients of parameters only: make it an nn.Parameter, or detach() "
+                "it"
             )
 
 

@@ -41,10 +41,10 @@ class File:
         if has_shared != (SHARED in names):
             known = ", ".join(list(names)[:8])
             raise ValueError(
-                f'fusedrnn: shared="add" is for a file with {SHARED}.…; {path} has {known}'
+                f'fusedrnn: shared="add" needs a file with tensors {SHARED}.…; {path} has {known}'
                 if has_shared
-                else f"fusedrnn: {path} has {SHARED}.…, which all tasks of a bank with "
-                'shared="add" add: open it with shared="add"'
+                else f"fusedrnn: {path} has tensors {SHARED}.…, which are added to the weights of "
+                'all tasks: open it with shared="add"'
             )
         if has_shared:
             self._check(SHARED, names[SHARED], expected, list(names))
@@ -62,8 +62,8 @@ class File:
             if whole.startswith(self._prefix):
                 if not (key and dot and name):
                     raise ValueError(
-                        f"fusedrnn: {whole} in {self.path} is of no task: a bank's tensors are "
-                        "named as 3.weight, with the task before the first dot"
+                        f"fusedrnn: {whole} in {self.path} belongs to no task: a bank's tensors "
+                        "are named like 3.weight, with the task before the first dot"
                     )
                 names.setdefault(key, []).append(name)
         if not names:
@@ -83,9 +83,9 @@ class File:
             differ = sorted(set(found) ^ expected.keys())
             raise ValueError(
                 f"fusedrnn: task {key!r} in {self.path} must have the tensors of the module, "
-                f"{', '.join(sorted(expected)[:4])}, …; one of them alone has "
-                f"{', '.join(differ[:4])}. In the file of a whole model, say by prefix= where the "
-                f"bank is: under {self._prefix!r} it has {', '.join(keys[:8])}"
+                f"{', '.join(sorted(expected)[:4])}, …; only one of the two has "
+                f"{', '.join(differ[:4])}. If the file has a whole model, pass the place of the "
+                f"bank as prefix=: under {self._prefix!r} it has {', '.join(keys[:8])}"
             )
         for name in found:
             shape = tuple(self._file.get_slice(f"{self._prefix}{key}.{name}").get_shape())
@@ -107,7 +107,7 @@ class File:
             if tensor.dtype != expected[name].dtype:
                 raise ValueError(
                     f"fusedrnn: {name} of task {key!r} in {self.path} must be "
-                    f"{expected[name].dtype} as the module's, got {tensor.dtype}"
+                    f"{expected[name].dtype} as in the module, got {tensor.dtype}"
                 )
         module.load_state_dict(state, assign=True)
         return module.requires_grad_(False).eval()
@@ -124,7 +124,7 @@ def _open_safetensors(path: str | Path) -> Any:
         return safe_open(str(path), framework="pt")
     except SafetensorError as error:
         raise ValueError(
-            f"fusedrnn: {path} is no file of safetensors ({error}): make one by "
+            f"fusedrnn: {path} is not a safetensors file ({error}): make one by "
             "safetensors.torch.save_file(bank.state_dict(), path)"
         ) from error
 

@@ -91,9 +91,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_at_home(optimizer, bank, has_closure)
     if moved and has_closure:
         raise ValueError(
-            'fusedrnn: a WeightBank with step_on="device" takes its weights to the device '
-            "before step(), so step() can have no closure that calls the bank: compute "
-            'gradients before, or take step_on="host"'
+            'fusedrnn: a WeightBank with step_on="device" moves its weights to the device '
+            "before step(), so a closure of step() cannot call the bank: compute gradients "
+            'before step(), or use step_on="host"'
         )
     _stepped_by_others.update(inner)
     for bank in banks:
@@ -118,8 +118,9 @@ def _check_at_home(optimizer: Optimizer, bank: BankState, has_closure: bool) -> 
         found = in_use if _has_shared(bank, stepped) else _having(in_use, stepped)
         if found:
             raise RuntimeError(
-                f"fusedrnn: {found[0].name} is on the device, within bank.active(), which would go "
-                "on with the weights of before the step: leave the with block before step()"
+                f"fusedrnn: {found[0].name} is on the device, within bank.active(), where calls "
+                "would still have the weights from before the step: leave the with block before "
+                "step()"
             )
 
 

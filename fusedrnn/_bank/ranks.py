@@ -123,8 +123,9 @@ class Ranks:
             if theirs[3] != ours[3]:
                 self._forget_first_group()
                 raise _diverged(
-                    f"rank {rank} came to another bank than this one, to {self.path!r}. Backward "
-                    "passes go through several banks in the same order on all ranks"
+                    f"this rank exchanges gradients of {self.path!r}, and rank {rank} those of "
+                    "another bank. Backward passes must go through several banks in the same order "
+                    "on all ranks"
                 )
             if theirs != ours:
                 self._forget_first_group()
@@ -210,16 +211,17 @@ class Ranks:
                 raise _diverged(f"rank {rank} has raised an error")
             if theirs[0] != ours[0]:
                 raise _diverged(
-                    f"rank {rank} trains other parameters of the tasks in use than this one: "
+                    f"rank {rank} trains other parameters of the tasks in use than this rank: "
                     "freeze the same ones on all ranks"
                 )
             if theirs[1] != ours[1]:
                 self._forget_first_group()
                 raise _diverged(
-                    f"rank {rank} has other weights than this one in tasks that are used for the "
-                    "first time. Nobody sends weights of a bank: seed all ranks alike before the "
-                    "modules are made, or load the same state dict on all. Where a model has "
-                    "several banks, backward passes go through them in the same order on all ranks"
+                    f"rank {rank} has other weights than this rank in tasks that are used for the "
+                    "first time. Ranks do not send weights of a bank to each other: seed all ranks "
+                    "alike before the modules are made, or load the same state dict on all. If a "
+                    "model has several banks, backward passes must go through them in the same "
+                    "order on all ranks"
                 )
         self._compared.update(trained)
         if any(theirs[2] for theirs in of_all):  # some were frozen since they got a gradient

@@ -241,11 +241,11 @@ class Slots:
             self.slots.append(Slot(most, self.device, self.engine))
         slot = self.slots[index]
         if slot.running or slot.is_held():
-            why = "it is in use by a call, or by a tensor that somebody keeps"
+            why = "a call is using it, or a tensor of its weights is still referenced"
         elif slot.is_fixed and slot.memory.nbytes < nbytes:
             why = (
-                "it is too small for a task that was added, and its memory does not move. The bank "
-                "makes its slots anew by to(bank.device); then record CUDA graphs again"
+                "it is too small for a task that was added, and its memory must not move: call "
+                "bank.to(bank.device), which makes new slots, and record CUDA graphs again"
             )
         else:
             del slot  # which may go
@@ -265,8 +265,9 @@ class Slots:
         if self.extra == 1:
             warnings.warn(
                 f"fusedrnn: all {self.count} slots of a WeightBank are in use, by calls in "
-                "progress or by tensors of weights that somebody keeps, or are too small and were "
-                "taken by number, so another is made: the bank takes more memory than plan() says",
+                "progress or by tensors of weights that are still referenced, or are too small and "
+                "were taken by number, so the bank makes one more: it takes more memory than "
+                "plan() says",
                 RuntimeWarning,
                 stacklevel=2,
             )

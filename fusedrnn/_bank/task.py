@@ -120,9 +120,8 @@ class Task:
         for i, (place, tensor) in enumerate(zip(self.places, tensors, strict=True)):
             if type(tensor).__name__ == "DTensor":
                 raise RuntimeError(
-                    f"fusedrnn: {place.names[0]} of {self.name} was sharded, and a WeightBank has "
-                    "its tasks whole: pass ignored_params=set(bank.task_parameters()) to "
-                    "fully_shard"
+                    f"fusedrnn: {place.names[0]} of {self.name} was sharded, and a bank needs "
+                    "whole tasks: pass ignored_params=set(bank.task_parameters()) to fully_shard"
                 )
             if not is_plain(tensor):
                 raise RuntimeError(

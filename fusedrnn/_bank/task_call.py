@@ -154,8 +154,8 @@ class _Begun:
 def _check_place(bank: BankState) -> None:
     if is_recorded():
         raise RuntimeError(
-            "fusedrnn: a WeightBank decides by names which weights it brings, so it cannot be "
-            "traced or exported: do that with the module of one task, bank[t]"
+            "fusedrnn: a WeightBank chooses the weights of a task in Python, so it cannot be "
+            "traced or exported: trace or export the module of one task, bank[t]"
         )
     if getattr(bank, "_is_replica", False):
         raise RuntimeError(
@@ -166,7 +166,7 @@ def _check_place(bank: BankState) -> None:
         raise RuntimeError(
             "fusedrnn: this DistributedDataParallel would send the gradients of all tasks: "
             "call fusedrnn.WeightBank.exclude(model) before DistributedDataParallel(model), "
-            "with the very module that DistributedDataParallel gets, not with a part of it"
+            "with the same module that DistributedDataParallel gets, not with a part of it"
         )
 
 

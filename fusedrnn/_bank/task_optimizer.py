@@ -39,7 +39,7 @@ class TaskOptimizer(Optimizer):
     ) -> None:
         _check_class(cls)
         if isinstance(bank._tasks, FileTasks):
-            raise RuntimeError("fusedrnn: a bank of a file is for reading only: it takes no steps")
+            raise RuntimeError("fusedrnn: a bank of a file is read-only: it has no optimizer")
         self._bank, self._cls, self._options = bank, cls, options
         self._generation = bank._generation
         # torch looks at all groups before it adds one, so it gets none here.
@@ -120,7 +120,7 @@ class TaskOptimizer(Optimizer):
             return
         raise ValueError(
             "fusedrnn: the groups of this optimizer are the tasks of its bank: add a task by "
-            "bank.add(), and take another optimizer for other parameters"
+            "bank.add(), and use another optimizer for other parameters"
         )
 
     # --- steps ------------------------------------------------------------------------------------
@@ -192,15 +192,15 @@ class TaskOptimizer(Optimizer):
             if named.keys() != ours or len(found) != len(named):
                 raise ValueError(
                     "fusedrnn: the state dict must have a group for each task of the bank: "
-                    f"it lacks {reprlib.repr(sorted(ours - named.keys()))}, and has "
-                    f"{reprlib.repr(sorted(named.keys() - ours))}, which the bank has not"
+                    f"it lacks {reprlib.repr(sorted(ours - named.keys()))}, and has groups of "
+                    f"unknown tasks, {reprlib.repr(sorted(named.keys() - ours))}"
                 )
             for group in groups:
                 count = len(named[str(group["task"])]["params"])
                 if count != len(group["params"]):
                     raise ValueError(
                         f"fusedrnn: task {group['task']!r} has {len(group['params'])} parameters, "
-                        f"and the state dict has {count} of it"
+                        f"and the state dict has {count} of this task"
                     )
             return [{**named[str(group["task"])], "task": group["task"]} for group in groups]
         total = sum(len(group["params"]) for group in groups)
@@ -272,7 +272,7 @@ def _task_of_parameters(groups: list[dict[str, Any]]) -> dict[int, Any]:
             if other != group["task"]:
                 raise ValueError(
                     f"fusedrnn: tasks {other!r} and {group['task']!r} have a parameter in common, "
-                    "of which each would take a step: keep it outside of the bank, or take "
-                    'shared="add"'
+                    "so it would take a step with each of them: keep it outside of the bank, or "
+                    'use shared="add"'
                 )
     return tasks

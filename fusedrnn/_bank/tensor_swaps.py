@@ -82,14 +82,14 @@ def _value_of(task: Task, i: int) -> Tensor:
         why = f"{was}, and was set to {now} of {type(value).__name__},"
     elif value.requires_grad:
         raise RuntimeError(
-            f"fusedrnn: {place.names[0]} of {task.name} was set to a tensor with a history, which "
-            "cannot go to the host with it: detach() it"
+            f"fusedrnn: {place.names[0]} of {task.name} was set to a tensor with a grad_fn, whose "
+            "graph cannot go to the host: detach() it"
         )
     else:
         return value
     raise RuntimeError(
         f"fusedrnn: {place.names[0]} of {task.name} was {why} during a call: a task keeps its "
-        "tensors' names, shapes and dtypes, and in a call its module has those of the device. "
+        "tensors' names, shapes and dtypes, and during a call its module has device tensors. "
         f"Change bank[{task.key!r}] outside of calls"
     )
 

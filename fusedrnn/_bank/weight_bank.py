@@ -50,39 +50,40 @@ _RUNTIME = ("_generation", "_device", "_end", "_ranks", "_tasks", "_stepping")
 
 
 class WeightBank(BankState):
-    """T modules of which the device holds those in use: theta[t], for t = 1..T.
+    """A list of modules, one for each task t = 1..T, of which the device holds only those in use.
 
-    ``bank(t, ...)`` is ``modules[t](...)`` of an ``nn.ModuleList``. The weights of all tasks stay
-    in host memory, one block for each; a call brings those of its task to the device in one copy,
-    and backward brings their gradient to ``.grad`` on the host in another. So the device needs
-    memory for ``slots`` tasks, however many there are. On a CPU a call is that of the module.
+    ``bank(t, ...)`` computes what ``modules[t](...)`` of an ``nn.ModuleList`` does. The weights of
+    all tasks stay in host memory, one block per task; a call copies the weights of its task to the
+    device at once, and backward copies their gradient to ``.grad`` on the host. So the device needs
+    memory for ``slots`` tasks, however many there are. On a CPU a call just calls the module.
 
-    ``bank[t]`` is the module of a task, whose tensors are on the host: initialise, load, freeze or
+    ``bank[t]`` is the module of a task, with its tensors on the host: initialise, load, freeze or
     inspect them there. Any optimizer of torch steps them; ``optimizer()`` makes one that does not
     look at idle tasks. The state dict is that of an ``nn.ModuleList``, or of an ``nn.ModuleDict``.
 
     With several ranks the gradients of tasks in use are averaged at the end of each backward pass,
-    and nothing is sent for others: call ``WeightBank.exclude(model)`` before
+    and nothing is sent for other tasks: call ``WeightBank.exclude(model)`` before
     ``DistributedDataParallel(model)``, and pass ``ignored_params=set(bank.task_parameters())`` to
-    ``fully_shard``. Each rank runs as many backward passes through the bank; one whose backward
-    trains no task calls ``sync_gradients()``. All ranks begin with the same weights, which
-    nobody sends.
+    ``fully_shard``. All ranks must run the same number of backward passes through the bank; a rank
+    whose backward trains no task calls ``sync_gradients()``. All ranks must begin with the same
+    weights, which the bank does not send.
 
     Args:
-        modules: A list or a dict of modules, which may differ in shape; or one module, of which
-            ``tasks`` copies are made.
-        tasks: How many copies, or a name for each.
-        device: Where calls are computed. The accelerator if there is one, else the CPU;
+        modules: A list or a dict of modules, which may differ in shape; or one module, which is
+            copied for each of ``tasks``.
+        tasks: The number of copies, or a name for each.
+        device: The device that computes calls: the accelerator if there is one, else the CPU;
             ``model.to(device)`` changes it.
         shared: "add": the weights of a task are those of the module plus its own, which start as
             0. The module is ``bank.shared``, stays on the device, and is trained too. Its buffers
             are not used: each task has its own.
-        slots: Tasks that the device has memory for; with 2 the next one comes while one is in use.
-        average: Over ranks. "world": the mean over all ranks, as DistributedDataParallel's;
-            "users": over those that used the task.
-        process_group: Of the ranks, as torch.distributed has it; None for all.
-        step_on: Where optimizers step the tasks in use: on the "host", or on the "device", to
-            which their weights, gradients and states then go for the step.
+        slots: The number of tasks that the device has memory for; with 2, the next task is copied
+            while one is in use.
+        average: How gradients are averaged over ranks. "world": the mean over all ranks, as in
+            DistributedDataParallel; "users": the mean over the ranks that used the task.
+        process_group: The process group of torch.distributed; None for all ranks.
+        step_on: Where optimizers step the tasks in use: on the "host", or on the "device", where
+            their weights, gradients and states are copied for the step.
 
     Raises:
         TypeError, ValueError: An argument is of another kind; tasks have no or the same names, or
@@ -134,20 +135,20 @@ class WeightBank(BankState):
     ) -> WeightBank:
         """A bank for inference whose tasks stay in a file, and are read when they are used.
 
-        For more tasks than the host has memory for. Weights have no gradient, modules are in
+        It is for more tasks than the host has memory for. Weights have no gradient, modules are in
         eval mode, and the bank's own state dict does not have the tasks. The modules of the 64
-        tasks used last are kept; what was set on others, such as a hook, is gone. Each task has
-        what ``module`` has, so register hooks there before.
+        tasks used last are kept in memory; other modules lose what was set on them, such as a hook.
+        Each task is a copy of ``module``, so register hooks there before.
 
         Args:
-            file: Of safetensors, with the state dict of a bank: ``3.rnn.weight_ih_l0``.
+            file: A safetensors file with the state dict of a bank: ``3.rnn.weight_ih_l0``.
             module: Has the structure, shapes and dtypes of every task; its weights are not used.
-            prefix: Of the bank in the file of a whole model: "heads.".
+            prefix: The bank's place in the file of a whole model: "heads.".
             shared: "add" for the file of a bank that was made with it: ``shared.weight`` is added.
 
         Raises:
             ImportError: safetensors is not installed.
-            ValueError: It is no file of safetensors, or has other tensors.
+            ValueError: The file is not a safetensors file, or has other tensors.
         """
         if not isinstance(module, nn.Module):
             raise TypeError(f"fusedrnn: open takes a module, got {as_text(module)}")
@@ -206,7 +207,7 @@ class WeightBank(BankState):
         """The tasks of a bank that may change."""
         if isinstance(self._tasks, FileTasks):
             raise RuntimeError(
-                "fusedrnn: a bank of a file is for reading only, so none is added or deleted"
+                "fusedrnn: a bank of a file is read-only: its tasks cannot be added or deleted"
             )
         return self._tasks
 
@@ -438,8 +439,8 @@ class WeightBank(BankState):
         found = conversion_of(fn, self._tasks.dtypes())
         if isinstance(self._tasks, FileTasks) and found.dtypes:
             raise RuntimeError(
-                "fusedrnn: the weights of a bank of a file have the dtypes of the file, so they do "
-                "not become others: save a file with the ones you want"
+                "fusedrnn: the weights of a bank of a file cannot be converted to another dtype: "
+                "save a file with the dtypes you want"
             )
         super()._apply(fn, recurse=False)
         if not recurse:
@@ -456,8 +457,8 @@ class WeightBank(BankState):
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise RuntimeError(
-                "fusedrnn: a WeightBank with a process_group cannot be pickled, since the ranks of "
-                "a group are those of running processes: pickle its state_dict()"
+                "fusedrnn: a WeightBank with a process_group cannot be pickled, since a group "
+                "exists only in running processes: pickle its state_dict()"
             )
         return self._state()
 
@@ -468,7 +469,9 @@ class WeightBank(BankState):
 
     def _state(self) -> dict[str, Any]:
         if isinstance(self._tasks, FileTasks):
-            raise TypeError("fusedrnn: a bank of a file cannot be copied or pickled: open it anew")
+            raise TypeError(
+                "fusedrnn: a bank of a file cannot be copied or pickled: open the file again"
+            )
         state = {name: value for name, value in vars(self).items() if name not in _RUNTIME}
         return state | {"_group": None, "_keys": self.keys()}
 

@@ -74,7 +74,7 @@ def spans_of(
             found.append(Span("columns", source, first, length // group, group))
             j += length
             if len(found) > 4 * MOST_PIECES:
-                raise refusal(node, "puts columns into another order")
+                raise refusal(node, f"needs more than {MOST_PIECES} pieces of columns")
         i = end
     return found
 

@@ -333,7 +333,7 @@ class _Printer:
     def _arithmetic(self, node: fx.Node, op: Any, args: list[Any]) -> str:
         options = {name: value for name, value in node.kwargs.items() if value is not None}
         if options.keys() - {"alpha", "rounding_mode", "approximate"}:
-            raise CannotCompile(f"{op} with {', '.join(options)}")
+            raise CannotCompile(f"{op} is called with {', '.join(options)}")
         v = [self._value(a) for a in args if isinstance(a, fx.Node | int | float)]
         alpha = node.kwargs.get("alpha", 1)
 
@@ -376,7 +376,7 @@ class _Printer:
         if op in _FUNCTIONS:
             given = ", ".join(f"A({x})" for x in v)
             return f"{_FUNCTIONS[op]}({given})"
-        raise CannotCompile(f"{op} is not among the elementwise operations that are known")
+        raise CannotCompile(f"{op} is not a supported elementwise operation")
 
     def _clamp(self, op: Any, args: list[Any]) -> str:
         low, high = [*args[1:], None, None][:2]

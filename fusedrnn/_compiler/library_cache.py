@@ -101,7 +101,7 @@ def _checked(path: Path, is_way: bool = False) -> Path:
 
 def _check_folder(path: Path, state: os.stat_result, is_way: bool) -> None:
     if not stat.S_ISDIR(state.st_mode):
-        raise Unusable(f"{path} is no folder")
+        raise Unusable(f"{path} is not a folder")
     _check_owner(path, state)
     # In a sticky folder, others can add files but not exchange those that are there.
     is_sticky = bool(state.st_mode & stat.S_ISVTX)
@@ -153,7 +153,7 @@ def process_folder(why: str) -> Path:
         atexit.register(_remove_folder, process, path)
         warnings.warn(
             f"fusedrnn: compiled cells are kept for this process only, because {why}; "
-            "FUSEDRNN_CACHE names another folder",
+            "set FUSEDRNN_CACHE to another folder",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -138,7 +138,7 @@ def _call(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
 
 def _check_columns(node: fx.Node, codes: Tensor) -> None:
     if not codes.numel():
-        raise refusal(node, "of no columns")
+        raise refusal(node, "gets no columns")
 
 
 class Lookup(NamedTuple):
@@ -228,7 +228,7 @@ class Lowered:
                     continue
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
-                    raise refusal(node, "draws random numbers that backward could not draw again")
+                    raise refusal(node, "draws random numbers that backward cannot draw again")
                 if packet_of(node) in _FILLED:  # of an input they read only the shape
                     self.kinds[node] = "number"
                     continue
@@ -245,7 +245,7 @@ class Lowered:
                 continue
             if any(map(_is_largest, e.operands)):
                 where = place_of(e.node) if e.node is not None else ""
-                raise CannotCompile(f"the step compares numbers to the largest of them{where}")
+                raise CannotCompile(f"the step compares a maximum to the numbers it is from{where}")
 
     def value(self, node: fx.Node) -> Any:
         return self.traced.values[node]
@@ -268,7 +268,7 @@ class Lowered:
                 if not is_index:
                     return self.codes(arg)
                 if self.kinds[arg] != "number":  # an index that may be another one later
-                    raise refusal(node, "by an index that is computed")
+                    raise refusal(node, "uses an index that the step computes")
                 return self.value(arg)
             if isinstance(arg, list | tuple) and not isinstance(arg, torch.Size):
                 return type(arg)(codes(one, is_index) for one in arg)
@@ -279,13 +279,13 @@ class Lowered:
         args = [codes(arg, i in places) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
         if packet_of(node) is aten.constant_pad_nd:
-            raise refusal(node, "is not known")
+            raise refusal(node, "is not supported")
         try:
             if packet_of(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
             if packet_of(node) is aten.copy:
                 if self.value(node).dtype != self.value(node.args[1]).dtype:  # type: ignore[arg-type]
-                    raise refusal(node, "to another dtype")
+                    raise refusal(node, "converts to another dtype")
                 return args[1].expand(args[0].shape)
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except CannotCompile:
@@ -310,7 +310,7 @@ class Lowered:
             return numbers // (value.numel() // ROWS)
         if node.op == "placeholder":
             if not value.dim() or value.shape[0] != ROWS:
-                raise refusal(node, "has no row for each row of the batch")
+                raise refusal(node, "does not have the batch as its first dimension")
             return rows_in_order(value.shape).clone()
         if value.is_complex() or value.is_sparse or value.is_nested:
             raise refusal(node, f"makes a tensor of {value.dtype}")
@@ -338,7 +338,7 @@ class Lowered:
             # torch corrects a floored quotient, as Python does: 1 // 0.1 is 9.
             is_known = name in _OPTIONS or packet_of(node) not in POINTWISE
             if option == "floor" or not (option is None or is_known):
-                raise refusal(node, f"with {name}={option!r}")
+                raise refusal(node, f"is called with {name}={option!r}")
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
         if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
             raise refusal(node, "mixes the rows of the batch")
@@ -407,7 +407,7 @@ class Lowered:
         kind = _REDUCTIONS.get(packet)
         source = node.args[0]
         if kind is None or not isinstance(source, fx.Node):
-            raise refusal(node, "is not known")
+            raise refusal(node, "is not supported")
         codes = self.codes(source)
         if kind.endswith("with place") and len(node.args) < 2:
             raise refusal(node, "mixes the rows of the batch")
@@ -440,7 +440,7 @@ class Lowered:
         if packet is aten.addmm and (
             node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
         ):
-            raise refusal(node, "with beta or alpha")
+            raise refusal(node, "is called with beta or alpha")
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         is_swapped = self.kinds[left] != "row"
         weight, operand = (left, right) if is_swapped else (right, left)
@@ -464,7 +464,9 @@ class Lowered:
         if is_swapped and len(where) > 1:  # results lie side by side only one by one
             raise refusal(node, "multiplies a matrix of activations by weights from the left")
         if isinstance(bias, fx.Node) and (self.kinds[bias] == "row" or is_swapped):
-            raise refusal(node, "adds a product to another activation")
+            raise refusal(
+                node, "adds an activation to a product: write the sum as a line of its own"
+            )
         blocks = [p if packet is aten.bmm else None for p, _ in where]
         self._reads[node] = _Products(weight, is_swapped, blocks, reads, columns, bias)
         rows = rows[..., None].expand(stacks, count, columns)
@@ -479,12 +481,12 @@ class Lowered:
         codes = self.codes(places)
         source = self._list[node_of(int(codes.reshape(-1)[0]))]
         if self.kinds[table] == "row" or source not in self.traced.inputs:
-            raise refusal(node, "of numbers that are computed")
+            raise refusal(node, "looks up numbers that the step computes")
         whole = self.codes(source)
         if codes.numel() != whole.numel() or not torch.equal(codes.reshape(-1), whole.reshape(-1)):
-            raise refusal(node, f"of a part of {name_of(source)}")
+            raise refusal(node, f"looks up only a part of {name_of(source)}")
         if any(node.args[3:]) or any(node.kwargs.values()):
-            raise refusal(node, "with options")
+            raise refusal(node, "is called with options")
         padding: Any = node.args[2] if len(node.args) > 2 else -1
         self.lookups.append(Lookup(node, table, self.traced.inputs.index(source), padding))
         return row_of(codes)[..., None].expand(value.shape).clone()
@@ -502,10 +504,10 @@ class Lowered:
         """The expressions that make a result, side by side."""
         value = self.value(node)
         if not value.is_floating_point():
-            raise CannotCompile(f"{what} of the step is of {value.dtype}{place_of(node)}")
+            raise CannotCompile(f"{what} of the step is {value.dtype}{place_of(node)}")
         if not value.dim() or value.shape[0] != ROWS:
             raise CannotCompile(
-                f"{what} of the step has no row for each row of the batch{place_of(node)}"
+                f"{what} of the step does not have the batch as its first dimension{place_of(node)}"
             )
         if not value.numel():
             raise CannotCompile(f"{what} of the step has no columns{place_of(node)}")
@@ -530,7 +532,7 @@ class Lowered:
                 made = [self.expressions.lift(e, part.group) for e in made]
             found += made
         if len(found) > MOST_PIECES:
-            raise refusal(node, "puts columns into another order")
+            raise refusal(node, f"needs more than {MOST_PIECES} pieces of columns")
         return found
 
     def _vector(self, node: fx.Node, columns: tuple[int, ...]) -> Expression:
@@ -578,7 +580,7 @@ class Lowered:
         dtype = self.value(node).dtype
         if node.op == "placeholder" and not dtype.is_floating_point and dtype != torch.bool:
             raise CannotCompile(
-                f"{name_of(node)} of {dtype} is used in arithmetic, by {name_of(reader)}"
+                f"{name_of(node)} is {dtype} and used in arithmetic, by {name_of(reader)}"
                 f"{place_of(reader)}"
             )
 
@@ -602,7 +604,7 @@ class Lowered:
                     at += piece.width
                     cuts.add(at)
         if len(cuts) > MOST_PIECES:
-            raise refusal(node, "puts columns into another order")
+            raise refusal(node, f"needs more than {MOST_PIECES} pieces of columns")
         if len(cuts) > 2:  # ask for less, so that pieces match
             # Constants and vectors can be cut anywhere; others are asked for anew.
             ends = sorted(cuts)
@@ -617,7 +619,7 @@ class Lowered:
             return self._cast(node, args[0], value, width)
         kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
         if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
-            raise refusal(node, "with tensors by name")
+            raise refusal(node, "gets tensors as keyword arguments")
         return operation(node.target, *args, width=width, kwargs=kwargs, is_mask=is_mask, node=node)
 
     def _cast(self, node: fx.Node, e: Expression, value: Tensor, width: int) -> Expression:
@@ -632,7 +634,9 @@ class Lowered:
         own = self.dtype
         is_known = value.dtype == own or (own.itemsize == 2 and value.dtype == torch.float32)
         if source.is_floating_point() and not is_known:
-            raise CannotCompile(f"a cast from {source.dtype} to {value.dtype}{place_of(node)}")
+            raise CannotCompile(
+                f"the step casts from {source.dtype} to {value.dtype}{place_of(node)}"
+            )
         return e  # places are counted in floating point here
 
     @property
@@ -664,7 +668,7 @@ class Lowered:
                 total = operation(aten.mul.Tensor, total, 1.0 / size, width=1, node=node)
             return total
         if kind in ("any", "all"):
-            raise refusal(node, "of columns that are computed apart")
+            raise refusal(node, "reduces columns that different operations compute")
         if kind in ("max", "min"):
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
@@ -672,7 +676,7 @@ class Lowered:
             for one in best[1:]:
                 found = operation(pick, found, one, width=1, node=node)
             return found
-        raise refusal(node, "of columns that are computed apart")
+        raise refusal(node, "reduces columns that different operations compute")
 
     def _reduced(self, kind: str, e: Expression, size: int, node: fx.Node) -> Expression:
         x, operation = self.expressions, self.expressions.operation
@@ -712,8 +716,8 @@ class Lowered:
         # A sum that backward makes again may differ from forward's in its last bit, and is then
         # not equal to the largest number that forward has found.
         raise CannotCompile(
-            f"{name_of(node)} shares its derivative between equal numbers, which backward would "
-            f"have to find again{place_of(node)}; torch.max(x, dim).values does not"
+            f"{name_of(node)} splits its gradient between equal maxima, which backward may not "
+            f"find again after rounding{place_of(node)}; use torch.max(x, dim).values"
         )
 
     def _places(self, width: int, size: int) -> Expression:

@@ -86,8 +86,8 @@ def check_roundings(plan: StepPlan) -> None:
         name = getattr(found.packet, "__name__", found.kind)
         where = place_of(found.node) if found.node is not None else ""
         raise CannotCompile(
-            f"{name} of a state or an output and of what this is made of, which backward makes "
-            f"again with another rounding{where}"
+            f"{name} compares a state or an output with a value that it was computed from, which "
+            f"backward recomputes with another rounding{where}"
         )
 
 

@@ -390,7 +390,7 @@ class StepPlan:
             made = [e.node for e in within(stage.results[0].expression) if e.node is not None]
             what, place = (name_of(made[0]), place_of(made[0])) if made else ("a value", "")
             raise CannotCompile(
-                f"{what} is made of more than {MOST_INPUTS} values in each column{place}"
+                f"{what} is computed elementwise from more than {MOST_INPUTS} inputs{place}"
             )
         self._split(stage, stage.results[len(stage.results) // 2 :])
 

@@ -90,10 +90,10 @@ class StepToCompile:
         # Floats that are numbers in this program have names behind those of its constants.
         for name, constant in zip(self._graph.names, self._given.constants, strict=False):
             if constant.requires_grad and constant.dtype != dtype:
-                raise CannotCompile(f"{name} is of {constant.dtype}, the state of {dtype}")
+                raise CannotCompile(f"{name} is {constant.dtype}, but the state is {dtype}")
         for leaf in self._inputs:
             if leaf.is_floating_point() and torch.promote_types(leaf.dtype, dtype) != dtype:
-                raise CannotCompile(f"an input is of {leaf.dtype}, the state of {dtype}")
+                raise CannotCompile(f"an input is {leaf.dtype}, but the state is {dtype}")
 
     @functools.cached_property
     def _copies(self) -> list[Tensor]:
@@ -105,19 +105,20 @@ class StepToCompile:
         for name, a, b in pairs:
             if a.shape != b.shape or a.dtype != b.dtype:
                 raise CannotCompile(
-                    f"the step must return {name} as it gets it, {b.dtype} of shape "
-                    f"{tuple(b.shape)} in a batch of {ROWS}, got {a.dtype} of {tuple(a.shape)}"
+                    f"the step must return {name} of the kind it receives, {b.dtype} of shape "
+                    f"{tuple(b.shape)} with a batch of {ROWS}, got {a.dtype} of {tuple(a.shape)}"
                 )
         for leaf in y:
             if leaf.shape[:1] != (ROWS,):
-                raise CannotCompile("an output has no row for each row of the batch")
+                raise CannotCompile("an output does not have the batch as its first dimension")
         self.output_shapes = [leaf.shape[1:] for leaf in y]
 
 
 def _dtype(state: Leaves) -> torch.dtype:
     kinds = {leaf.dtype for leaf in state}
     if len(kinds) > 1 or not kinds <= CODES.keys():
-        raise CannotCompile(f"the state is of {', '.join(sorted(map(str, kinds)))}")
+        got = ", ".join(sorted(map(str, kinds)))
+        raise CannotCompile(f"the state must have one floating-point dtype, got {got}")
     return kinds.pop()
 
 

@@ -72,7 +72,7 @@ def trace(step: FlatStep) -> Traced:
     made.graph.eliminate_dead_code()
     (results,) = next(node for node in made.graph.nodes if node.op == "output").args
     if not all(isinstance(node, fx.Node) for node in results):
-        raise CannotCompile("a result of the step is no tensor")
+        raise CannotCompile("a result of the step is not a tensor")
     return of_graph(Operations.of(made, made.graph), step)
 
 
@@ -86,7 +86,7 @@ def _check_sizes(graph: fx.Graph) -> None:
         if is_index and all(t.dtype not in (torch.bool, torch.uint8) for t in tensors[1:]):
             continue
         name = getattr(node.target, "overloadpacket", node.target)
-        raise CannotCompile(f"numbers decide about the size of what {name} makes{line_of(node)}")
+        raise CannotCompile(f"values of tensors decide the size of {name}'s result{line_of(node)}")
 
 
 def of_graph(module: Operations, step: FlatStep) -> Traced:
@@ -124,4 +124,4 @@ def _reason(error: Exception) -> str:
         return f"the step looks at values of tensors, by if, float() or .item(){where}"
     if operation := re.search(r"token for effect .* from the function (.+?)\.default", text):
         return f"{operation[1]} waits for values of tensors{where}"
-    return f"with a batch of {ROWS} it raises {type(error).__name__}: {text[:200]}{where}"
+    return f"with a batch of {ROWS} the step raises {type(error).__name__}: {text[:200]}{where}"

@@ -100,8 +100,7 @@ class Trial:
             leaf.shape[:1] != (batch,) for leaf in last
         ):
             raise CannotCompile(
-                "a result has the rows of the batch that was traced, also in a batch of another "
-                "size"
+                "a result of the step has the same batch size whatever the batch size of the call"
             )
         self.outputs = [y.reshape(*y.shape[:2], -1) for y in outputs]
         self.last = [leaf.reshape(batch, -1) for leaf in last]
@@ -113,7 +112,8 @@ class Trial:
         try:
             self.gradients = self.gradients_of([*self.outputs, *self.last])
         except RuntimeError as error:
-            raise StepRaises(f"its backward raises: {str(error).splitlines()[0]}") from error
+            said = str(error).splitlines()[0]
+            raise StepRaises(f"backward of the step raises: {said}") from error
 
     @property
     def is_at_corner(self) -> bool:
@@ -316,7 +316,8 @@ class Trial:
             raise
         except Exception as error:
             raise StepRaises(
-                f"in float64 it raises {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                f"in float64 the step raises {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:200]}"
             ) from error
         for name, constant, old in zip(graph.names, self.constants, before, strict=False):
             if not torch.equal(constant.detach(), old):  # also what .data hides from versions
@@ -346,5 +347,5 @@ class _WithoutHooks(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is Tensor.register_hook:
-            raise CannotCompile("the step has a hook for backward")
+            raise CannotCompile("the step registers a backward hook")
         return function(*args, **(kwargs or {}))

@@ -131,14 +131,15 @@ def _compare_library(
             a, b = a.detach().cpu().to(b.dtype, copy=True).reshape(b.shape), b.detach()
             scale = _largest(b)
             if not math.isfinite(scale):
-                raise CannotCompile(f"its numbers in {dtype} are not finite")
+                raise CannotCompile(f"values or gradients of the step are not finite in {dtype}")
             difference, most = a.sub_(b), tolerance * (1 + scale)
             if _largest(difference) <= most:
                 continue
             wrong = ~(difference.abs() <= most)
             if int(wrong.sum()) > off * wrong.numel():
                 raise CannotCompile(
-                    f"the library does not compute what the program does in {dtype} on {device}"
+                    f"the compiled library computes other results than the step in {dtype} on "
+                    f"{device}"
                 )
 
 
@@ -170,17 +171,17 @@ def compare(
             scale = _largest(b)
             difference = ((a - b).abs() - more).max().item() if b.numel() else 0.0
         else:
-            raise CannotCompile(f"{what} of the step on random numbers are not finite")
+            raise CannotCompile(f"{what} of the step are not finite on random inputs")
         if not difference <= tolerance * (1 + scale):
             where = " on zeros, equal or large numbers, or in another batch" if is_corner else ""
             hint = (
                 ""
                 if what == "values" or is_corner
-                else ": does it have a custom autograd.Function, a hook, or a change in place "
-                "without a graph?"
+                else ": does it have a custom autograd.Function, a hook, or an in-place change "
+                "that autograd does not see?"
             )
             raise CannotCompile(
-                f"{what} of the program are not those of the step itself{where}{hint}"
+                f"the compiled step has other {what} than the step itself{where}{hint}"
             )
 
 

@@ -28,8 +28,8 @@ from .traceable_graph import WithLines
 _TRIES = 4
 """Another thread may change weights meanwhile, which some functions get as they are."""
 _ASKS = (
-    "the step asks whether gradients are wanted, or it does something that torch.compile's graph "
-    "of it does not"
+    "the step depends on whether gradients are enabled, or it does something that torch.compile's "
+    "trace of it does not do"
 )
 
 Take = Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]
@@ -85,7 +85,7 @@ def difference(
                     continue
                 if error is not None:
                     said = str(error).split("\n")[0][:200]
-                    what = f"in a trial it raises {type(error).__name__}: {said}"
+                    what = f"in a trial the step raises {type(error).__name__}: {said}"
                     raise CannotCompile(what) from error
                 return _ASKS
             else:

@@ -123,12 +123,12 @@ class _Draws(NumberSource):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
         if not shape or shape[0] % self._rows:
             raise CannotCompile(
-                f"the step draws numbers of shape {tuple(shape)}, which has no row for each row of "
-                f"the batch{line()}"
+                f"the step draws random numbers of shape {tuple(shape)}, which does not have the "
+                f"batch as its first dimension{line()}"
             )
         number = len(self.draws)
         if number >= MOST_DRAWS:
-            raise CannotCompile("the step draws too often")
+            raise CannotCompile(f"the step draws random numbers more than {MOST_DRAWS} times")
         self.draws.append(DrawnNumbers(distribution, math.prod(shape) // self._rows))
         made: Tensor = draw(self._like, number, list(shape), dtype)
         return made

@@ -20,6 +20,6 @@ class ChangesPython(CannotTrace):
 
 
 CHANGING = (
-    "numbers or objects that it reads in Python change from call to call; make them buffers or "
-    "inputs"
+    "Python numbers or objects that it reads keep changing between calls, and each change needs "
+    "another compilation; make them buffers or inputs"
 )

@@ -51,7 +51,7 @@ class StepGraph:
         sources: dict[tuple[int, int], fx.Node] = {}
         for out in outs:
             if not isinstance(out, fx.Node) or out.target not in (result, result.default):
-                raise CannotTrace(f"the step keeps a tensor besides its results{_line_of(out)}")
+                raise CannotTrace(f"the step keeps a tensor that it does not return{_line_of(out)}")
             source, kind, place = cast(tuple[fx.Node, int, int], out.args)
             self.outs.append((kind, place))
             sources[kind, place] = source
@@ -145,7 +145,7 @@ class StepGraph:
             CannotTrace: The first call had another one.
         """
         if self._first.setdefault("structure of the state", structure) != structure:
-            raise CannotTrace("the keys of the state are in another order than before")
+            raise CannotTrace("the keys of the state are in another order than in earlier calls")
 
     @property
     def names(self) -> list[str]:

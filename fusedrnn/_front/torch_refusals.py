@@ -12,10 +12,10 @@ from torch import fx
 from .._step.user_lines import in_brackets, last_line
 
 _DRAWS = (
-    "random numbers in Python, which a program would draw once for all steps: draw before the call "
-    "and pass them as an input, or draw by torch"
+    "random numbers in Python, which a compiled step would draw once for all steps: draw them "
+    "before the call and pass them as an input, or draw by torch"
 )
-_CANNOT = "torch.compile cannot take this step"
+_CANNOT = "torch.compile cannot trace this step"
 _MOST = 160
 """Characters of what torch says."""
 _CALLS = [
@@ -28,20 +28,26 @@ _CALLS = [
 """What torch.compile says of functions that it does not follow."""
 _SAID = [
     (r"^Data-dependent", "data-dependent branching, by if, while or assert on a tensor's value"),
-    (r"Could not (?:guard on|extract)", "a number of a tensor or of NumPy decides in Python"),
-    (r"^Attempted to wrap RNN", "it calls torch.nn.RNN, LSTM or GRU, and not their cells"),
+    (
+        r"Could not (?:guard on|extract)",
+        "Python code depends on the value of a tensor or of a NumPy number",
+    ),
+    (
+        r"^Attempted to wrap RNN",
+        "it calls torch.nn.RNN, LSTM or GRU instead of RNNCell, LSTMCell or GRUCell",
+    ),
     (r"__build_class__|LOAD_BUILD_CLASS", "it defines a class"),
-    (r"wrap sparse Tensor", "it has a sparse tensor"),
-    (r"quantized nyi", "it has a quantized tensor"),
+    (r"wrap sparse Tensor", "it uses a sparse tensor"),
+    (r"quantized nyi", "it uses a quantized tensor"),
     (r"^logging\.Logger", "it calls a logger"),
-    (r"^torch\.\* op returned non-Tensor", "it calls a function of torch's that gives no tensor"),
+    (r"^torch\.\* op returned non-Tensor", "it calls a torch function that returns no tensor"),
     (r"know how to trace method `__call__` of class `(.+?)`", r"it calls a \1"),
     (r"know how to trace method `(.+?)` of class `(.+?)`", r"it calls \2.\1"),
     (r"know how to enter a `?(.+?)`? context manager", r"it enters a \1 by `with`"),
     (
         r"marked that the function `is_dependent`",
-        "torch.distributions checks values there, unless validate_args=False is its argument, or "
-        "set_default_validate_args(False) was called",
+        "torch.distributions validates its arguments there: pass validate_args=False, or call "
+        "Distribution.set_default_validate_args(False)",
     ),
     *((pattern, r"it calls \1") for pattern in _CALLS),
     (r"context: raised exception (.+)", r"it raises \1"),
@@ -52,17 +58,17 @@ _SAID = [
 
 _WAYS_OUT = [
     (
-        r"data-dependent branching|decides in Python|looks at values of tensors",
-        "torch.where chooses by the values of tensors",
+        r"data-dependent branching|Python code depends on|looks at values of tensors",
+        "choose by torch.where instead of by a tensor's value in Python",
     ),
     (
         r"the step changes ",
-        "what a step gathers can be an output, and what it keeps or counts a part of the state",
+        "return what the step collects as an output, and what it keeps or counts in the state",
     ),
-    (r"it calls print\b", "what it prints can be an output of the step"),
+    (r"it calls print\b", "return what it prints as an output of the step"),
     (
-        r"with a batch of \d+ it raises",
-        "a tensor with a row for each sequence can be a part of the state",
+        r"with a batch of \d+ the step raises",
+        "make a tensor with a row for each sequence a part of the state",
     ),
 ]
 

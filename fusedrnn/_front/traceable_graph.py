@@ -48,7 +48,7 @@ def _by_derivative(forward: Any, backward: Any, *given: Any) -> Any:
         is_one = isinstance(results, Tensor)
         ys = [results] if is_one else list(results)
         if len(ys) != 1:
-            raise CannotCompile("the step has a torch.autograd.Function of several results")
+            raise CannotCompile("the step has a torch.autograd.Function with several results")
         factors = WithLines(backward)(torch.ones_like(ys[0]), *saved)
     if isinstance(factors, Tensor):
         factors = [factors]
@@ -80,7 +80,7 @@ def _check_linear(backward: fx.GraphModule) -> None:
         divides_by_it = name in ("truediv", "div") and node.args[0] is not read[0]
         if name not in _LINEAR or len(read) != 1 or divides_by_it:
             raise CannotCompile(
-                "the step has a torch.autograd.Function whose backward is not the gradient times "
-                f"something, element by element, but has {name}"
+                "backward of a torch.autograd.Function may only multiply the gradient by "
+                f"something, element by element, and the step has one that uses {name}"
             )
         of_gradient.add(node)

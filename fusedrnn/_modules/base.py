@@ -289,8 +289,8 @@ def fx_node(module: nn.Module, *arguments: Any, **named: Any) -> Any:
     tracer = arguments[0].tracer
     if module is tracer.root:
         raise TypeError(
-            f"fusedrnn: torch.fx takes {type(module).__name__} as one node of a larger module, "
-            "got it as the module to trace"
+            f"fusedrnn: torch.fx can have {type(module).__name__} as a node of a larger module, "
+            "but cannot trace it by itself"
         )
     given = {name: value for name, value in named.items() if value is not None}
     path = tracer.path_of_module(module)

@@ -109,21 +109,20 @@ class GRU(RNNBase):
                 without a batch (seq_len, input_size), or a PackedSequence.
             hx: State before the first step, (D * num_layers, batch, hidden_size) or without a batch
                 (D * num_layers, hidden_size); zeros if None.
-            lengths: Steps of each sequence of a padded batch, (batch,) integers of any kind: in a
-                tensor on the CPU, an array or a list; from 1 to seq_len. Outputs behind a
-                sequence's end are zero, h_n is its last state, what ``input`` holds there is not
-                looked at, and steps that no sequence of the rest of the batch takes cost nothing:
-                sort by falling length for most of that.
-            reset: Where the state is zeroed before a step, bool of ``input``'s shape without its
-                features: in reinforcement learning, where an episode begins.
-            reset_to: What the state becomes there instead of zero: shaped as ``hx``, or with one
-                row for the whole batch, and with a gradient, such as a learned initial state; or a
-                state for each step, (D * num_layers, seq_len, batch, hidden_size), if
-                ``batch_first`` (D * num_layers, batch, seq_len, hidden_size), of which those at
-                resets are taken, such as the stored states of a replay buffer. The sequences are
-                cut at the resets and run as a packed batch of the pieces, which copies input and
-                output, and waits for ``reset`` if that is on a GPU; zoneout and drawn noise then
-                belong to a place in the pieces. torch.compile breaks its graph there.
+            lengths: The number of steps of each sequence of a padded batch, (batch,) integers of
+                any kind from 1 to seq_len: in a tensor on the CPU, an array or a list. After a
+                sequence's end outputs are zero and ``input`` is not read; h_n is its last state.
+                Sort the batch by decreasing length: finished rows at its end are skipped.
+            reset: True where the state is zeroed before a step: bool of ``input``'s shape without
+                its features. In reinforcement learning, where an episode begins.
+            reset_to: The state there instead of zero: shaped as ``hx``, or with one row for the
+                whole batch, and with a gradient, such as a learned initial state; or a state for
+                each step, (D * num_layers, seq_len, batch, hidden_size), if ``batch_first``
+                (D * num_layers, batch, seq_len, hidden_size), such as the stored states of a replay
+                buffer; only states at resets are used. The sequences are cut at the resets and
+                run as a packed batch of the pieces, which copies input and output, and waits for
+                ``reset`` if that is on a GPU; zoneout and drawn noise then belong to a place in the
+                pieces. torch.compile breaks its graph there.
 
         Returns:
             output: The states after every step of the last layer, (seq_len, batch, D *

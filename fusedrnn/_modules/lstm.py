@@ -51,8 +51,8 @@ class LSTM(RNNBase):
         weight_hh_l{k}: (4 * hidden_size, P); rows of i, f, g, o.
         bias_ih_l{k}, bias_hh_l{k}: (4 * hidden_size,).
         weight_hr_l{k}: (proj_size, hidden_size), if proj_size is not 0.
-        weight_ih_l{k}_reverse and so on: Those of the other direction.
-        flat_weight: All of them as one 1-D tensor that shares their memory.
+        weight_ih_l{k}_reverse and so on: The same for the other direction.
+        flat_weight: All weights as one 1-D tensor that shares their memory.
         flat_grad: All gradients as one 1-D tensor, where they lie side by side.
 
     Raises:

@@ -91,16 +91,16 @@ def explained(one: OneLayerCall, layer: str = "") -> Explanation:
         kept = -(-sum(leaf.nbytes for leaf in call.state) // steps)
         workspace = step_bytes * steps
     else:
-        steps, chunk_reason = call.seq_len, "the whole sequence, of which no step is taken again"
+        steps, chunk_reason = call.seq_len, "the whole sequence, since recompute=False"
         kept, workspace = step_bytes, 0
     faster = []
 
     if way := way_out(planned):
-        faster.append(f"a cell that compiles: {way}")
+        faster.append(f"to have the cell compiled, {way}")
     if layer:
         faster.append(f"{layer} computes the same")
     if settings.recompute and not settings.cuda_graphs and call.device.type in RECORDERS:
-        faster.append("cuda_graphs=True launches a chunk at once")
+        faster.append("cuda_graphs=True, which launches a whole chunk at once")
     run.chunk_size = steps
     obstacle = in_python.obstacle_to_graphs()
     return Explanation(
@@ -135,16 +135,16 @@ def _of_program(
     if chunk < longest:
         steps = chunk
         why = (
-            "chunk_size says so"
+            "set by chunk_size"
             if settings.chunk_size is not None
-            else "so many fit into workspace_bytes"
+            else "the most that fit into workspace_bytes"
             if settings.workspace_bytes is not None
-            else "as many as have 256 rows: with more, a CPU is no faster"
+            else "at least 256 rows (steps x batch); longer chunks are not faster on a CPU"
             if call.device.type == "cpu"
-            else "at least 8, and as many as have 1024 rows, which keep a GPU at work"
+            else "at least 8 steps and 1024 rows (steps x batch), which keep a GPU busy"
         )
     elif len(parts) > 1:
-        why = f"each of {len(parts)} parts, of which backward makes one after the other again"
+        why = f"one of {len(parts)} parts of the sequence; backward recomputes them one by one"
     if len(parts) > 1:
         states = sum(carry.width for carry in form.carries) * size * (len(parts) - 1)
         kept = call.rows * -(-states // call.seq_len)
@@ -160,7 +160,7 @@ def _of_program(
         is_compiled=True,
         program=program.summary(),
         is_recorded=False,
-        record_reason="the cell is compiled by this package",
+        record_reason="the cell is compiled",
         chunk_steps=steps,
         chunk_reason=why,
         step_bytes=measure_graph(graph, given, call),

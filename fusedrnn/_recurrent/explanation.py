@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """How a call would run; print it."""
+    """How a call would run, as text by ``print`` or ``str``, and as attributes."""
 
     is_compiled: bool
-    """Whether this package has compiled the cell, which then runs as a program of its kernels."""
+    """Whether this package has compiled the cell; else it runs as steps in Python."""
     program: str
-    """What the program is, and its library; or why steps are taken in Python."""
+    """Of a compiled cell what it consists of, and its library; else why steps run in Python."""
     is_recorded: bool
     """Whether whole chunks run as CUDA graphs, from the second call on."""
     record_reason: str
@@ -20,17 +20,18 @@ class Explanation:
     chunk_steps: int
     """Steps of a chunk."""
     chunk_reason: str
+    """Why a chunk has so many steps."""
     step_bytes: int
-    """What autograd keeps of one step of one layer and direction, measured."""
+    """Bytes that autograd saves of one step of one layer and direction, measured."""
     kept_bytes_per_step: int
-    """What is kept from forward to backward besides arguments and outputs, on average over the
-    steps, in all layers and directions."""
+    """Bytes per step that are kept from forward to backward besides arguments and outputs: the
+    average over the steps, summed over layers and directions."""
     workspace_bytes: int
-    """Temporary memory of backward, about: what autograd keeps of a chunk."""
+    """About the temporary memory of backward, in bytes: what autograd saves of a chunk."""
     faster: tuple[str, ...]
-    """What would make it faster."""
+    """What would make the call faster."""
     traces: int = 0
-    """How often torch.compile has traced steps of this class or this function, of all modules."""
+    """How often torch.compile has traced steps of this class or function, in all modules."""
 
     def __str__(self) -> str:
         in_python = f"steps in Python, because {self.program}"

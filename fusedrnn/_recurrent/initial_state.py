@@ -24,6 +24,6 @@ def initial_state(cell: nn.Module, input: Tensor, rows: int) -> Any:
         has_two = isinstance(cell, nn.LSTMCell) or getattr(cell, "_cell", "") == "lstm"
         return (zeros, torch.zeros_like(zeros)) if has_two else zeros
     raise ValueError(
-        f"fusedrnn: state must be given for {type(cell).__name__}, unless it has a method "
+        f"fusedrnn: no initial state: pass state, or give {type(cell).__name__} a method "
         "initial_state(batch) that returns one"
     )

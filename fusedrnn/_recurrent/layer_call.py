@@ -127,8 +127,8 @@ class OneLayerCall:
         output, state = steps.take_aside() if aside else steps.take()
         if obstacle and self.memory.compiling.is_to_warn():
             warn(
-                f"fusedrnn: calls of the cell{self.call.place} like this one are not compiled, as "
-                f"earlier ones were, because {obstacle}"
+                f"fusedrnn: the cell{self.call.place} was compiled for earlier calls; calls like "
+                f"this one run as steps in Python, because {obstacle}"
             )
         structure = steps.step.output
         assert structure is not None  # for a step has run
@@ -167,7 +167,7 @@ class OneLayerCall:
                 f"fusedrnn: the cell{self.call.place} cannot be compiled: {reason}"
             )
             if way := way_out(reason):
-                add_note(refusal, f"fusedrnn: a cell that compiles: {way}")
+                add_note(refusal, f"fusedrnn: to have it compiled, {way}")
             raise refusal from error
         return reason
 
@@ -195,8 +195,8 @@ def options_of(settings: Settings) -> ProgramOptions:
 def why_no_program(settings: Settings) -> str:
     """Why a call takes its steps in Python, whatever they are; or nothing."""
     if settings.compile == NEVER:
-        return "compile says so"
-    return "" if is_alone() else "a transform of torch.func, or a tracer, is around"
+        return "compile is 'never'"
+    return "" if is_alone() else "the call is within a transform of torch.func or a tracer"
 
 
 @dataclass
@@ -254,8 +254,8 @@ class StepsInPython:
         if draws.found:
             self.run.set_random_states(RandomStates(random, ()))
             raise RuntimeError(
-                f"fusedrnn: the step draws by {draws.found} from torch's own generator, not from "
-                f"generator=, after its first step or within torch.func; {WAY_OUT}"
+                f"fusedrnn: {draws.found} draws from torch's default generator, not from "
+                f"generator=, after the first step or within torch.func; {WAY_OUT}"
             )
 
     def _take(self) -> tuple[Leaves, Leaves]:
@@ -284,13 +284,13 @@ class StepsInPython:
         size."""
         run, graphs, (inputs, state, _) = self.run, self.known.graphs, self.given
         if not self.settings.cuda_graphs:
-            return "not asked to"
+            return "cuda_graphs is False"
         if run.call.device.type not in RECORDERS:
             return f"the input is on {run.call.device}"
         if run.call.seq_len // run.chunk_size < LEAST_CHUNKS:
             return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
         if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
-            return "there is nothing to record"
+            return "a tensor of the input or the state is empty"
         if graphs.obstacle is not None:
             return graphs.obstacle
         reason, is_lasting = obstacle_to_graphs(run, *self.given)

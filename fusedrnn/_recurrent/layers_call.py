@@ -49,8 +49,8 @@ class LayersCall:
             if self.is_list and value is not None and is_wrong:
                 got = f" of {len(value)}" if isinstance(value, tuple | list) else ""
                 raise ValueError(
-                    f"fusedrnn: {name} must be a tuple of the states of {len(self.cells)} cells, "
-                    f"got {kind_of(value)}{got}"
+                    f"fusedrnn: {name} must be a tuple with one state for each of the "
+                    f"{len(self.cells)} cells, got {kind_of(value)}{got}"
                 )
 
     def results(self) -> tuple[Any, Any]:
@@ -149,7 +149,7 @@ class LayersCall:
         for leaf_name, leaf in zip(names, leaves, strict=True):
             if not leaf.dim() or leaf.shape[0] != rows:
                 raise RuntimeError(
-                    f"fusedrnn: {leaf_name} must have the {rows} rows of the batch as its first "
+                    f"fusedrnn: {leaf_name} must have the batch size, {rows}, as its first "
                     f"dimension, got shape {tuple(leaf.shape)}; fusedrnn.scan takes states of any "
                     "shape"
                 )
@@ -173,7 +173,9 @@ class LayersCall:
         if not leaves:
             raise ValueError(f"fusedrnn: {name} must have at least one tensor, got none")
         if given != structure:
-            raise ValueError(f"fusedrnn: {name} must be like the state, {structure}, got {given}")
+            raise ValueError(
+                f"fusedrnn: {name} must have the structure of the state, {structure}, got {given}"
+            )
         check_tensors(structure.names(name), leaves, "the state", state[0].device)
         sequence, kinds, made = self.sequence, set(), []
         for leaf_name, leaf, place in zip(structure.names(name), leaves, places, strict=True):
@@ -184,9 +186,9 @@ class LayersCall:
             allowed = [(*steps, *old.shape), (1, *old.shape[1:])][: 1 if is_sequence else 2]
             if tuple(leaf.shape) not in allowed:
                 raise RuntimeError(
-                    f"fusedrnn: {leaf_name} must be a state, {tuple(old.shape)} or one row of it, "
-                    f"or a sequence of states, {(sequence.padded_len, *old.shape)}, here with "
-                    f"steps first; got {tuple(leaf.shape)}"
+                    f"fusedrnn: {leaf_name} must have the shape of a state, {tuple(old.shape)} or "
+                    f"{(1, *old.shape[1:])}, or of a sequence of states, written with steps first: "
+                    f"{(sequence.padded_len, *old.shape)}; got {tuple(leaf.shape)}"
                 )
             if leaf.dtype != old.dtype:
                 raise RuntimeError(
@@ -196,7 +198,8 @@ class LayersCall:
             made.append(leaf[: sequence.seq_len] if is_sequence else leaf)
         if len(kinds) > 1:
             raise ValueError(
-                f"fusedrnn: all tensors of {name} must be states, or all sequences of states"
+                f"fusedrnn: the tensors of {name} must all be states or all be sequences of "
+                "states, got both"
             )
         return Resets(places, has_values=True, is_sequence=kinds.pop()), tuple(made)
 
@@ -209,7 +212,8 @@ def _places_of_keys(
     unknown = [key for key in value if not isinstance(whole, dict) or key not in whole]
     if unknown:
         raise ValueError(
-            f"fusedrnn: {name} must have keys of the state, {structure}, got {unknown[0]!r}"
+            f"fusedrnn: the keys of {name} must be keys of the state, {structure}, "
+            f"got {unknown[0]!r}"
         )
     part = {key: whole[key] for key in value}
     leaves, spec = pytree.tree_flatten(part)
@@ -236,15 +240,15 @@ def joined(
     in_order = structure.leaves(other_structure.tree(others))
     if in_order is None:
         raise ValueError(
-            f"fusedrnn: both cells of layer {layer} must return outputs of one structure, got "
-            f"{structure} and {other_structure}"
+            f"fusedrnn: both cells of layer {layer} must return outputs of the same structure, "
+            f"got {structure} and {other_structure}"
         )
     for name, *both in zip(structure.names("output"), leaves, in_order, strict=True):
         for leaf in both:
             if leaf.dim() < 2 + has_steps:
                 raise ValueError(
-                    f"fusedrnn: {name} of layer {layer} must have a dimension besides those of "
-                    "steps and batch, since the outputs of two directions are concatenated in "
-                    f"their last one; got shape {tuple(leaf.shape)}"
+                    f"fusedrnn: {name} of layer {layer} must have a dimension besides steps and "
+                    "batch, in which the outputs of both directions are concatenated, got shape "
+                    f"{tuple(leaf.shape)}"
                 )
     return tuple(torch.cat(both, -1) for both in zip(leaves, in_order, strict=True)), structure

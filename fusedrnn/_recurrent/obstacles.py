@@ -20,19 +20,19 @@ def obstacle_around(device: torch.device) -> str:
     if allowed != "1":
         if allowed != "0":
             raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
-        return "FUSEDRNN_COMPILE=0 says so"
+        return "FUSEDRNN_COMPILE is 0"
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return "autocast is on"
     if kind != "cpu":
         if kind != "cuda":
-            return f"programs run on a CPU or a GPU of NVIDIA's, and the input is on {device}"
+            return f"compiled cells run on a CPU or an NVIDIA GPU, and the input is on {device}"
         if _library.cuda is None:
             return _library.cuda_obstacle or "the CUDA kernels are not loaded"
     if torch._C._len_torch_dispatch_stack():
-        return "a mode of torch looks at all operations"
+        return "a TorchDispatchMode is active"
     if torch._C._len_torch_function_stack() and _has_function_mode():
-        return "a mode of torch looks at all functions"
+        return "a TorchFunctionMode is active"
     return ""
 
 
@@ -41,16 +41,16 @@ def obstacle_to_programs(call: SequenceCall) -> str:
     if obstacle := obstacle_around(call.device):
         return obstacle
     if call.rows == 0 or call.seq_len == 0:
-        return "there is nothing to compute"
+        return "the batch is empty"
     for leaf in (*call.inputs, *call.state, *call.reset_to):
         if type(leaf) not in PLAIN:
-            return f"a tensor is a {type(leaf).__name__}"
+            return f"a tensor of the input or the state is a {type(leaf).__name__}"
     for leaf in call.inputs:
         if leaf.shape[:2] != (call.seq_len, call.rows):
-            return "an input has no row for each row of the state"
+            return "an input does not have the batch of the state as its second dimension"
     for leaf in call.state:
         if leaf.shape[:1] != (call.rows,):
-            return "a state has no row for each row of another one"
+            return "not all tensors of the state have the batch as their first dimension"
     return ""
 
 
@@ -65,14 +65,14 @@ def obstacle_of(modules: Iterable[nn.Module]) -> str:
     """Says that a module of the step is scripted, or has a hook, which is to be called in each
     step; or nothing."""
     if nn.modules.module._has_any_global_hook():
-        return "a hook of all modules is to be called in each step"
+        return "a global hook of all modules is registered, which must run in each step"
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
-            return "a scripted module cannot be traced: pass its Python class"
+            return "a scripted module cannot be traced: pass the module before torch.jit.script"
         if module._forward_hooks or module._forward_pre_hooks:
-            return f"{type(module).__name__} has a hook, which is to be called in each step"
+            return f"{type(module).__name__} has a forward hook, which must run in each step"
         if module._backward_hooks or module._backward_pre_hooks:
-            return f"{type(module).__name__} has a hook for backward"
+            return f"{type(module).__name__} has a backward hook"
     return ""
 
 
@@ -83,7 +83,7 @@ def unusual_weight(modules: Sequence[nn.Module], device: torch.device) -> str:
             if weight is None:
                 continue
             if weight.device != device:
-                return f"a weight is on {weight.device}"
+                return f"{name} is on {weight.device}, the input on {device}"
             if what := unusual(weight):
                 return f"{name} is {what}"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -20,70 +20,90 @@ from .repeated_calls import UsualCalls
 from .sequence_forms import Sequences
 from .settings import Settings
 
+if TYPE_CHECKING:  # with defaults, which TypeVar has from Python 3.13 on
+    from typing_extensions import TypeVar
 
-class Recurrent(nn.Module):
-    """Runs a cell of your own over a sequence, and trains it in the memory of a few steps.
+    StateT = TypeVar("StateT", default=Any)
+    OutputT = TypeVar("OutputT", default=Any)
+else:
+    from typing import TypeVar
 
-    A Python loop over a cell keeps for backward what autograd saves of every step. This module
-    keeps the state now and then; backward takes the steps again, chunk by chunk. Gradients are
-    those of the loop. ``Recurrent(torch.nn.LSTMCell(12, 32))`` computes what torch.nn.LSTM does.
+    StateT, OutputT = TypeVar("StateT"), TypeVar("OutputT")
+
+
+class Recurrent(nn.Module, Generic[StateT, OutputT]):
+    """A cell of your own over a sequence, trained in the memory of a few steps.
+
+    ``output, state = Recurrent(cell)(x, state, lengths)`` has the values and gradients of ::
+
+        outputs = []
+        for t in range(len(x)):                             # x: (seq_len, batch, ...)
+            y, new = cell(x[t], state)                      # or y = new = cell(x[t], state)
+            is_running = (t < lengths)[:, None]             # True if there are no lengths
+            state = torch.where(is_running, new, state)     # a finished row keeps its state
+            outputs.append(torch.where(is_running, y, 0))
+        output = torch.stack(outputs)                       # (seq_len, batch, ...)
+
+    The loop keeps for backward what autograd saves of every step. This module saves the state every
+    sqrt(seq_len) steps, or a compiled cell its outputs alone, and backward recomputes the steps
+    chunk by chunk. ``Recurrent(torch.nn.LSTMCell(12, 32))`` computes what torch.nn.LSTM does. Type
+    checkers take the types of state and output from ``Recurrent[StateT, OutputT]``.
 
     Args:
         cell: A torch.nn.Module with ``cell(input, state)`` that returns the state, as the cells of
-            torch.nn, or ``(output, state)``. The output of a cell that returns its state alone is
-            the state's first leaf. Input, state and output are tensors with the batch as their
-            first dimension, or tuples, lists and dicts of such. For several layers and directions a
-            list of cells, in the order of torch.nn's weights: layers first, and in each layer the
-            forward and the reverse cell. Each layer's output is the next one's input.
-        bidirectional: Whether each layer has two cells, the second of which takes the steps from
-            the last to the first. Their outputs are concatenated in the last dimension.
+            torch.nn do, or ``(output, state)``. If a cell returns the state alone, the output is
+            the state's first tensor. Input, state and output are tensors with the batch as their
+            first dimension, or tuples, lists and dicts of such. For several layers and directions
+            pass a list of cells in the order of torch.nn's weights: layer by layer, and in each
+            layer the forward and the reverse cell. Each layer's output is the next one's input.
+        bidirectional: Whether each layer has two cells, of which the second runs from the last step
+            to the first. Their outputs are concatenated in the last dimension.
         batch_first: Whether inputs and outputs are (batch, seq_len, ...); states are not affected.
-        chunk_size: Steps of a chunk. None for the root of their number, or what fits into
-            ``workspace_bytes``.
-        workspace_bytes: Limit on what autograd may keep of a chunk, in bytes; what it keeps of a
-            step is measured once. Excludes ``chunk_size``.
-        compile: Whether the cell is to run as a program of this package's kernels: its step is
-            traced, derived, compiled by the C++ compiler of this machine at the first call (a few
-            seconds, then cached on disk), and compared to the cell itself in values and gradients.
-            "auto" for cells and calls where that works; others take their steps in Python.
-            "require" to make the reason an error; "never" to take all steps in Python.
-            :meth:`explain` says the reason, with the operation and its line. What
-            torch.compile(fullgraph=True) takes, compiles, if its operations are known; a step is
-            traced again when torch.compile's guards say so, or when a class of its modules changes.
+        chunk_size: Steps of a chunk. None for sqrt(seq_len) steps in Python, or for as many as fit
+            into ``workspace_bytes``.
+        workspace_bytes: Limit on what autograd may save of a chunk, in bytes; one step is measured
+            once. Excludes ``chunk_size``.
+        compile: "auto" compiles a cell if it can: its step is traced, derived, compiled by the C++
+            compiler of this machine at the first call (a few seconds, then cached on disk), and
+            compared to the cell itself in values and gradients. Other cells and calls run as steps
+            in Python. "require" makes the reason an error; "never" runs all steps in Python.
+            :meth:`explain` gives the reason, with the operation and its line. A step compiles if
+            torch.compile(fullgraph=True) takes it and its operations are supported; it is traced
+            again when torch.compile's guards ask for it, or when a class of its modules changes.
             Random numbers of torch are the same either way.
-        cuda_graphs: Whether to record the work of a chunk as a CUDA graph, which launches that of
-            the others at once. Each call records anew, from the second one with inputs of the same
-            kind on. The step must not wait for values of tensors, as ``tensor.item()`` does and
-            torch.distributions does unless ``validate_args=False``, and must do the same in each
-            step; else it runs without graphs, and :meth:`explain` says why. Without effect on a
-            CPU, and on compiled cells, which ``compile="never"`` excludes.
-        return_sequence: False to return the last output alone: that of the step which is taken
-            last. With two directions it is the last one that each makes, joined; that of the
-            reverse cell is at the sequence's start. Of the others nothing is kept but the state now
-            and then, so memory grows with the root of seq_len.
-        recompute: True has backward compute again what forward has not kept. False keeps it, in
-            less time and more memory: of a compiled cell the sums of its products, which backward
-            then need not multiply again, and the whole sequence; of steps in Python the graph, as a
-            loop keeps it, so that backward takes no step again. Results and random numbers are the
-            same either way. Excludes ``cuda_graphs``, and unless ``compile="require"`` also
+        cuda_graphs: Whether steps in Python record the work of one chunk as a CUDA graph, and
+            launch it at once for the other chunks. Each call records anew, from the second call
+            with inputs of the same kind on. The step must not wait for values of tensors, as
+            ``tensor.item()`` does, and torch.distributions unless ``validate_args=False``, and must
+            do the same in each step; else it runs without graphs, and :meth:`explain` says why. It
+            has no effect on a CPU and on compiled cells (``compile="never"`` rules these out).
+        return_sequence: False to return only the output of each sequence's last step. With two
+            directions, each cell's last one, joined; the reverse cell's is at the sequence's start.
+            Only checkpoints of the state are saved, so memory grows with sqrt(seq_len).
+        recompute: True has backward recompute what forward has not saved. False saves it, in less
+            time and more memory: of a compiled cell the whole sequence and the sums of its
+            products, which backward then need not multiply again; of steps in Python the graph, as
+            a loop does, so that backward recomputes no step. Results and random numbers are the
+            same either way. False excludes ``cuda_graphs``, and unless ``compile="require"`` also
             ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
 
-    The number of layers is that of the list, so unlike torch.nn's layers this one takes none.
+    There is no ``num_layers``: the length of the list is the number of layers.
 
-    A cell may draw random numbers: torch.randn and its kin, torch.distributions and dropout. These
-    then come from one seed, as a function of step, row and draw, and are never kept; other random
-    functions work, too. A cell must not change its input or state in place, and must give the
-    same result when it is called again; buffers and attributes that it changes are looked after. It
-    must return losses as outputs, since what it keeps in an attribute has no gradient. Gradients of
-    gradients, torch.func and forward-mode derivatives take a plain loop, with a warning.
+    A cell may draw random numbers, by torch.randn and the like, torch.distributions and dropout.
+    They come from one seed, as a function of step, row and draw, and are never saved; other random
+    functions work, too. A cell must not change its input or state in place, and must be repeatable:
+    the same result for the same input and state. Buffers and attributes that it changes are put
+    back for backward. It must return losses as outputs: what it keeps in an attribute has no
+    gradient. Gradients of gradients, torch.func and forward-mode derivatives run as a plain loop,
+    with a warning.
 
     Attributes:
-        compile_cell: ``compile``, whose name is a method of torch.nn.Module.
-        cell: The cell, or a torch.nn.ModuleList of them.
+        compile_cell: The argument ``compile``, whose own name is a method of torch.nn.Module.
+        cell: The cell, or a torch.nn.ModuleList of cells.
 
     Raises:
-        TypeError: ``cell`` is no module and no list of modules, or another argument has a wrong
-            type.
+        TypeError: ``cell`` is neither a module nor a list of modules, or another argument has a
+            wrong type.
         ValueError: An argument has a wrong value, or ``bidirectional`` has no pair of cells per
             layer.
 
@@ -115,13 +135,13 @@ class Recurrent(nn.Module):
             if not isinstance(one, nn.Module):
                 raise TypeError(
                     f"fusedrnn: cell must be a torch.nn.Module or a list of them, "
-                    f"got {kind_of(one)}; a function goes to fusedrnn.scan"
+                    f"got {kind_of(one)}; for a function use fusedrnn.scan"
                 )
             if isinstance(one, nn.RNNBase):
                 raise TypeError(
-                    f"fusedrnn: cell must take one step, got {type(one).__name__}, which takes all "
-                    f"steps of a sequence: torch.nn.{type(one).__name__}Cell takes one, and "
-                    "fusedrnn.convert exchanges such layers"
+                    f"fusedrnn: cell must compute one step, got {type(one).__name__}, which runs "
+                    f"over a whole sequence: use torch.nn.{type(one).__name__}Cell, or "
+                    "fusedrnn.convert, which replaces torch.nn.LSTM and torch.nn.GRU"
                 )
         self.bidirectional = check_flag("bidirectional", bidirectional)
         self.batch_first = check_flag("batch_first", batch_first)
@@ -168,48 +188,47 @@ class Recurrent(nn.Module):
     def forward(
         self,
         input: Any,
-        state: Any = None,
+        state: StateT | None = None,
         lengths: Tensor | Sequence[int] | None = None,
         reset: Tensor | None = None,
         reset_to: Any = None,
         generator: torch.Generator | None = None,
         length: int | None = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[OutputT, StateT]:
         """Runs the cell over a sequence.
 
         Args:
-            input: What the cell takes at a step, with the steps as a further first dimension:
+            input: What the cell takes at one step, with the steps as one more first dimension:
                 (seq_len, batch, ...) each, or (batch, seq_len, ...) if ``batch_first``; without a
                 batch one tensor (seq_len, features) of floating point; or PackedSequences. None for
-                a cell without an input, as often as ``length`` says.
+                a cell without an input, which runs ``length`` steps.
             state: The cell's state before the first step, (batch, ...) each; for several cells a
                 tuple of their states. None for zeros if the cell is one of torch.nn or fusedrnn, or
-                else what its method ``initial_state(batch)`` returns, which must have the dtype and
-                the device of the weights: ``self.weight.new_zeros(batch, size)`` has.
-            lengths: Steps of each sequence of a padded batch, (batch,) integers of any kind: in a
-                tensor on the CPU, an array or a list. Outputs behind a sequence's end are zero,
-                its state is that after its last step, and what ``input`` holds there is not looked
-                at.
-            reset: Where the state is set to zero, or to ``reset_to``, before a step: bool of
-                (seq_len, batch), or as ``batch_first`` has it.
-            reset_to: What a row's state becomes there: a state with the rows of the batch or with
-                one, which gets a gradient; or a sequence of states, (seq_len, batch, ...) each or
-                as ``batch_first`` has it. Of a state that is a dict it may have some keys: then
-                only those leaves are set. None for zeros.
-            generator: Where random numbers come from, whatever function of torch draws them;
-                torch's own generator if None. Python's and NumPy's have seeds of their own.
+                else for what its method ``initial_state(batch)`` returns, which must have the dtype
+                and the device of the weights, as ``self.weight.new_zeros(batch, size)`` has.
+            lengths: The number of steps of each sequence of a padded batch, (batch,) integers of
+                any kind: in a tensor on the CPU, an array or a list. After a sequence's end outputs
+                are zero, its state stays that of its last step, and ``input`` is not read.
+            reset: True where the state is set to zero, or to ``reset_to``, before a step: bool,
+                (seq_len, batch), or (batch, seq_len) if ``batch_first``.
+            reset_to: The state that a row starts from there: a state for the whole batch or with
+                one row, which gets a gradient; or a sequence of states, (seq_len, batch, ...) each,
+                or (batch, seq_len, ...) if ``batch_first``. Of a state that is a dict it may have
+                some keys: only those leaves are set. None for zeros.
+            generator: The source of random numbers, whatever function of torch draws them; torch's
+                default generator if None. Python's and NumPy's have seeds of their own.
             length: The number of steps. It must agree with ``input`` if that has tensors.
 
         Returns:
-            output: What the cell returns, with the steps as ``input`` has them; a PackedSequence if
-            that is one. With ``return_sequence=False`` the output of each sequence's last step; of
-            a reverse cell that of its first step, which this cell takes last.
+            output: The cell's output of each step, in the form of ``input``: with the steps as one
+            more dimension, or a PackedSequence. With ``return_sequence=False`` the output of each
+            sequence's last step; of a reverse cell the output of its first one, where it ends.
 
-            state: After the last step, as ``state``.
+            state: The state after the last step, in the form of the argument ``state``.
 
         Raises:
             TypeError, ValueError, RuntimeError: An argument is wrong, or the cell breaks a rule;
-                the message names the tensor and the step. What a cell itself raises is passed on.
+                the message names the tensor and the step. Errors of the cell itself are passed on.
         """
         cell = self._modules["cell"]  # the same as self.cell, which torch.nn searches for
         if self._usual.are_of(cell) and lengths is reset is reset_to is length is None:
@@ -222,24 +241,27 @@ class Recurrent(nn.Module):
             self._usual.remember(self, call.usual)
         return output, state
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def step(
-        self, input: Any, state: Any = None, generator: torch.Generator | None = None
-    ) -> tuple[Any, Any]:
-        """One step, for acting and decoding: the cell's, but compiled as the sequence is.
+        self, input: Any, state: StateT | None = None, generator: torch.Generator | None = None
+    ) -> tuple[OutputT, StateT]:
+        """One step of the cell, for acting and decoding, compiled as in a sequence.
 
         Args:
             input: What the cell takes: (batch, ...) each, or one tensor (features) without a batch.
-            state: Before the step, as in the call of a sequence.
-            generator: As in that call.
+            state: The state before the step, as in the call of a sequence.
+            generator: The source of random numbers, as in the call of a sequence.
 
         Returns:
             output: What the cell returns.
 
-            state: After the step.
+            state: The state after the step.
 
         Raises:
             ValueError: The module is bidirectional.
-            TypeError, RuntimeError: As of a sequence.
+            TypeError, RuntimeError: As in the call of a sequence.
 
         Example::
 
@@ -249,7 +271,9 @@ class Recurrent(nn.Module):
             torch.Size([4, 32])
         """
         if self.bidirectional:
-            raise ValueError("fusedrnn: a bidirectional module has no single step")
+            raise ValueError(
+                "fusedrnn: step() needs bidirectional=False, since a reverse cell starts at the end"
+            )
         leaves, structure = flatten(input, "input")
         has_batch = not leaves or any(leaf.dim() > 1 for leaf in leaves)
         dim = 1 if self.batch_first and has_batch else 0
@@ -264,14 +288,14 @@ class Recurrent(nn.Module):
     def explain(
         self, input: Any, state: Any = None, lengths: Any = None, length: int | None = None
     ) -> Explanation:
-        """How a call would run, without running it.
+        """Says how a call would run, without running it.
 
-        A step or two of each cell run once, to measure what autograd keeps of them.
+        A step or two of each cell run once, to measure what autograd saves of them.
 
         Returns:
-            An object to print, whose attributes are what it prints. Of several layers and
-            directions, which work one after the other, ``step_bytes`` and ``workspace_bytes`` are
-            those of the one that takes most; ``kept_bytes_per_step`` is the sum of all.
+            An object to print, with the same facts as attributes. Layers and directions run one
+            after the other, so ``step_bytes`` and ``workspace_bytes`` are the largest of all, and
+            ``kept_bytes_per_step`` is the sum.
         """
         return explanation(self._call(input, state, lengths, None, None, None, length))
 

@@ -133,13 +133,13 @@ class OneRowGraph(Exception):
         if not kinds:
             tensors = graph.names[: len(graph.constant_at)]
             is_other = tensors != many.graph.names[: len(many.graph.constant_at)]
-            other = "the step reads other tensors in a batch of one row"
+            other = "with a batch of 1 the step reads different tensors than with larger ones"
             return self._kinds[0], other if is_other else ForNow(other)
         given, inputs = kinds[0], call.within_ends()
         if self._order != many.order:
             own, theirs = (list(o or range(len(inputs))) for o in (self._order, many.order))
             if sorted(own) != sorted(theirs) or graph.programs:
-                return given, ForNow("the keys of the input are others than before")
+                return given, ForNow("the input has different keys than in earlier calls")
             graph.renumber_inputs([theirs.index(i) for i in own])
             inputs = in_order(inputs, [own.index(i) for i in theirs])
         is_same, is_lasting = made_or_reason(
@@ -147,7 +147,7 @@ class OneRowGraph(Exception):
         )
         if isinstance(is_same, str) and not is_lasting:
             return given, ForNow(is_same)
-        other = "the step does something else in a batch of one row"
+        other = "with a batch of 1 the step computes something different than with larger ones"
         return given, program if is_same is True else other
 
 

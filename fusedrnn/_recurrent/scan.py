@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 
@@ -14,9 +14,80 @@ from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, check_tensors, flatten
 from .._tracers import never_in_graphs
 from .explain import explained
+from .explanation import Explanation
 from .layer_call import OneLayerCall, cell_memory_of
 from .settings import Settings
 from .user_step import UserStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+StateT = TypeVar("StateT")
+InputT = TypeVar("InputT")
+ParamsT = TypeVar("ParamsT")
+OutputT = TypeVar("OutputT")
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of :func:`scan` that do not change what it returns."""
+
+    length: int | None
+    reverse: bool
+    chunk_size: int | None
+    workspace_bytes: int | None
+    compile: str
+    cuda_graphs: bool
+    return_sequence: bool
+    recompute: bool
+    generator: torch.Generator | None
+
+
+@overload
+def scan(
+    step: Callable[[StateT, InputT], tuple[StateT, OutputT]],
+    state: StateT,
+    inputs: InputT | None = None,
+    params: None = None,
+    *,
+    explain: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[StateT, OutputT]: ...
+
+
+@overload
+def scan(
+    step: Callable[[StateT, InputT, ParamsT], tuple[StateT, OutputT]],
+    state: StateT,
+    inputs: InputT | None,
+    params: ParamsT,
+    *,
+    explain: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[StateT, OutputT]: ...
+
+
+@overload
+def scan(
+    step: Callable[..., tuple[Any, Any]],
+    state: Any,
+    inputs: Any = None,
+    params: Any = None,
+    *,
+    explain: Literal[True],
+    **options: Unpack[_Options],
+) -> Explanation: ...
+
+
+@overload
+def scan(
+    step: Callable[..., tuple[Any, Any]],
+    state: Any,
+    inputs: Any = None,
+    params: Any = None,
+    *,
+    explain: bool,
+    **options: Unpack[_Options],
+) -> Any: ...
 
 
 @never_in_graphs
@@ -37,41 +108,50 @@ def scan(
     generator: torch.Generator | None = None,
     explain: bool = False,
 ) -> Any:
-    """Carries a state through a sequence by a step of your own, in the memory of a few steps.
+    """Runs a step of your own over a sequence, and trains it in the memory of a few steps.
 
-    Forward runs without a graph and keeps the state now and then; backward takes the steps again,
-    chunk by chunk. Gradients are those of the plain loop. The interface is that of jax.lax.scan.
+    ``state, ys = scan(step, state, inputs)`` has the values and gradients of ::
+
+        ys = []
+        for t in range(len(inputs)):                # with reverse=True, from the last to the first
+            state, y = step(state, inputs[t])       # with params: step(state, inputs[t], params)
+            ys.append(y)                            # y of step t becomes ys[t]
+        ys = torch.stack(ys)
+
+    The interface is that of jax.lax.scan. Forward runs without a graph and saves the state every
+    sqrt(seq_len) steps, or a compiled step its outputs alone; backward recomputes the steps chunk
+    by chunk.
 
     Args:
         step: ``step(state, x)`` that returns ``(state, y)``, or ``step(state, x, params)`` if
             ``params`` is given: a function, a method or a torch.nn.Module. It must return new
-            tensors, a state like the one that it gets, and outputs of one shape at all steps. It
-            may draw random numbers and read tensors that it closes over, which get gradients, too;
-            those that reach no function of torch itself, but only a torch.autograd.Function, must
-            be in ``params``.
-        state: Before the first step: a tensor, or tuples, lists and dicts of tensors.
-        inputs: Tensors of (seq_len, ...), nested likewise; a step gets one place of each. None for
-            steps without an input, which get None, as often as ``length`` says.
-        params: Tensors, nested likewise, that every step gets.
+            tensors, a state of the structure, shapes and dtypes that it receives, and outputs of
+            the same shape at all steps. It may draw random numbers and read tensors that it closes
+            over, which get gradients, too. Pass tensors in ``params`` that only a
+            torch.autograd.Function of the step reads, and no function of torch itself.
+        state: The state before the first step: a tensor, or tuples, lists and dicts of tensors.
+        inputs: Tensors of shape (seq_len, ...), or tuples, lists and dicts of such. Step t gets
+            entry t of each. None for steps without an input, which get None ``length`` times.
+        params: Tensors that every step gets, or tuples, lists and dicts of such.
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
         chunk_size, workspace_bytes, cuda_graphs, return_sequence, recompute:
-            As those of :class:`Recurrent`.
-        compile: The same. Steps are compiled whose state and inputs have the batch as the first
-            dimension of all tensors, also functions that are defined anew in each call, with
-            tensors and modules around them.
+            As in :class:`Recurrent`.
+        compile: As in :class:`Recurrent`. A step can be compiled if all tensors of its state and
+            inputs have the batch as their first dimension, also if it is a function that is defined
+            anew in each call, with tensors and modules around it.
         generator: As in the call of a Recurrent.
         explain: True to return the :class:`Explanation` of how the call would run.
 
     Returns:
-        state: After the last step.
+        state: The state after the last step.
 
         ys: The outputs, stacked to (seq_len, ...) each; with ``return_sequence=False`` the output
         of the last step.
 
     Raises:
         TypeError, ValueError, RuntimeError: An argument is wrong, or the step breaks a rule above;
-            the message names the tensor and the step. What the step itself raises is passed on.
+            the message names the tensor and the step. Errors of the step itself are passed on.
 
     Example::
 
@@ -139,15 +219,18 @@ def _seq_len(leaves: Leaves, names: Names, length: int | None) -> int:
     if length is not None:
         check_positive("length", length)
     elif not leaves:
-        raise ValueError("fusedrnn: inputs must have at least one tensor, or length be given")
+        raise ValueError(
+            "fusedrnn: inputs must have at least one tensor unless length is given, got none"
+        )
     for name, leaf in zip(names.input, leaves, strict=True):
         if not leaf.dim() or leaf.shape[0] != leaves[0].shape[:1].numel() or not leaf.shape[0]:
             raise ValueError(
-                f"fusedrnn: {name} must have the steps as its first dimension, as many as "
-                f"{names.input[0]}, at least one; got shape {tuple(leaf.shape)}"
+                f"fusedrnn: {name} must have seq_len as its first dimension, at least 1 and the "
+                f"same for all inputs, got shape {tuple(leaf.shape)}"
             )
         if length not in (None, leaf.shape[0]):
             raise ValueError(
-                f"fusedrnn: length must be that of {name}, {leaf.shape[0]}, got {length}"
+                f"fusedrnn: length must be {leaf.shape[0]}, the number of steps of {name}, "
+                f"got {length}"
             )
     return leaves[0].shape[0] if length is None else length

@@ -58,7 +58,7 @@ class Sequences(NamedTuple):
         if any(map(_is_packed, pytree.tree_leaves(input, is_leaf=_is_packed))):
             if lengths is not None:
                 raise ValueError(
-                    "fusedrnn: lengths must not be given for a PackedSequence, which has them"
+                    "fusedrnn: lengths must not be given with a PackedSequence, which has its own"
                 )
             input, lengths, packed = _padded(input)
         leaves, structure = flatten(input, "input")
@@ -81,7 +81,7 @@ class Sequences(NamedTuple):
                 )
             if is_batched and leaf.shape[:2] != first:
                 raise RuntimeError(
-                    f"fusedrnn: {name} must have the first dimensions of {names[0]}, "
+                    f"fusedrnn: {name} must have the first two dimensions of {names[0]}, "
                     f"{tuple(first)}, got shape {tuple(leaf.shape)}"
                 )
         if not is_batched:
@@ -91,18 +91,19 @@ class Sequences(NamedTuple):
         seq_len, batch = leaves[0].shape[:2]
         if length not in (None, seq_len):
             raise ValueError(
-                f"fusedrnn: length must be that of {names[0]}, {seq_len}, got {length}"
+                f"fusedrnn: length must be {seq_len}, the number of steps of {names[0]}, "
+                f"got {length}"
             )
         checks.rows(seq_len, batch, first)
         if lengths is not None:
             if not is_batched:
                 raise ValueError(
-                    "fusedrnn: lengths are for a batch of sequences, got input without batch"
+                    "fusedrnn: lengths need a batch of sequences, got an input without a batch"
                 )
             if is_exporting() or (is_traced() and packed is None):
                 raise RuntimeError(
-                    "fusedrnn: lengths cannot be exported or traced, since they tell how many "
-                    "steps there are"
+                    "fusedrnn: a call with lengths cannot be exported or traced, since their "
+                    "values decide the number of steps"
                 )
             lengths = checks.lengths(lengths, seq_len, batch)
             if not batch:  # no row ends
@@ -124,12 +125,12 @@ class Sequences(NamedTuple):
     ) -> Sequences:
         if length is None:
             raise ValueError(
-                "fusedrnn: input must have at least one tensor, or length be given, got neither"
+                "fusedrnn: input must have at least one tensor unless length is given, got neither"
             )
         states = flatten(state, "state")[0]
         if not states or not states[0].dim():
             raise ValueError(
-                "fusedrnn: state must be given where input has no tensor, since it tells the batch"
+                "fusedrnn: an input without tensors needs a state, which gives the batch size"
             )
         batch = states[0].shape[0]
         checks.rows(length, batch, (length, batch))
@@ -210,8 +211,8 @@ def _padded(input: Any) -> tuple[Any, Tensor, PackedSequence]:
     for leaf in leaves:
         if not _is_packed(leaf):
             raise TypeError(
-                "fusedrnn: either all tensors of an input must be PackedSequences or none, "
-                f"got {kind_of(leaf)} besides one"
+                "fusedrnn: the tensors of an input must all be PackedSequences, or none of them; "
+                f"got {kind_of(leaf)} beside a PackedSequence"
             )
         packed.append(checks.own_packing(leaf).pack(leaf.data))
         tensor, own = pad_packed_sequence(packed[-1])

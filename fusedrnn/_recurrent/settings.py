@@ -37,7 +37,9 @@ class Settings:
         check_compile(self.compile)
         check_flag("recompute", self.recompute)
         if not self.recompute and self._only_recomputes():
-            raise ValueError(f"fusedrnn: recompute=False excludes {self._only_recomputes()}")
+            raise ValueError(
+                f"fusedrnn: recompute=False cannot be used with {self._only_recomputes()}"
+            )
 
     @staticmethod
     def of(*values: Any) -> Settings:
@@ -50,12 +52,12 @@ class Settings:
     def _only_recomputes(self) -> str:
         """The option that is for steps which backward takes again; or nothing."""
         if self.cuda_graphs:
-            return "cuda_graphs=True, which records the chunks that backward takes again"
+            return "cuda_graphs=True, which records the chunks that backward recomputes"
         if self.compile == REQUIRE:  # programs have chunks, whatever they keep
             return ""
         for name in ("chunk_size", "workspace_bytes"):
             if getattr(self, name) is not None:
-                return f"{name} unless compile='require': the graph of steps has no chunks"
+                return f"{name} unless compile='require': steps in Python then have no chunks"
         return ""
 
 

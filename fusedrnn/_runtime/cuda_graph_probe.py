@@ -13,7 +13,7 @@ from .._step.watch import ClosedOver
 from .cuda_graphs import Unrecordable, waits_in_backward
 from .loop_run import Run, as_leaf
 
-_DRAWS = "the step draws random numbers in a way that no graph can"
+_DRAWS = "the step draws random numbers that a CUDA graph cannot draw"
 
 
 class Obstacle(NamedTuple):
@@ -55,7 +55,7 @@ def _obstacle_to_graphs(run: Run, inputs: Leaves, state: Leaves, constants: Leav
                 new, y = run.take(run.call.time(0), given.state, given.inputs, given.constants)
             results = [*new, *y]
             if node := waits_in_backward(results):
-                return Obstacle(f"the step waits for the values of a tensor in backward, in {node}")
+                return Obstacle(f"backward of the step waits for the values of a tensor, in {node}")
             ones = [torch.ones_like(leaf) if differentiable(leaf) else None for leaf in results]
             try:
                 with watch, run.watched_backward():

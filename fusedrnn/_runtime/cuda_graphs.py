@@ -172,7 +172,9 @@ class Recorded(Generic[T]):
                 self._record(leaves, spec)
             except Exception as error:
                 first_line = str(error).strip().split("\n")[0]
-                raise CannotRecord(f"it raises {type(error).__name__}: {first_line}") from error
+                raise CannotRecord(
+                    f"recording raises {type(error).__name__}: {first_line}"
+                ) from error
         else:
             for own_leaf, leaf in zip(self._given, leaves, strict=True):
                 if isinstance(leaf, Tensor):
@@ -231,10 +233,7 @@ class Graphs:
         self.has_run.add(what)
         if self._late_obstacle:
             self.obstacle, self._late_obstacle = self._late_obstacle, ""
-            warn(
-                "fusedrnn: the steps run without CUDA graphs, because while one was recorded "
-                f"{self.obstacle}"
-            )
+            warn(f"fusedrnn: the steps run without CUDA graphs, because {self.obstacle}")
 
     def give_up(self, error: CannotRecord) -> None:
         """From now on without, if this call then succeeds: else its steps themselves may fail."""
@@ -269,8 +268,8 @@ class Unrecordable(TorchDispatchMode):
             )
         if waits:
             return (
-                f"waits for the values of a tensor, in {name}, as tensor.item() does and "
-                "torch.distributions without validate_args=False"
+                f"waits for the values of a tensor, in {name}, as tensor.item() does, and "
+                "torch.distributions unless validate_args=False"
             )
         # Else a CPU tensor without dimensions is a number, which a kernel gets as its argument.
         devices = {leaf.device for leaf in tensors if leaf.dim() or name in _COPYING}

@@ -67,7 +67,7 @@ def _new(
     check: Check,
 ) -> CompiledStep | str:
     if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return ForNow("a CUDA graph is being captured, and no call before it has made the program")
+        return ForNow("a CUDA graph is being captured: call the cell once before the capture")
 
     def find() -> CompiledStep | str:
         with one_at_a_time():
@@ -107,9 +107,9 @@ def _unusual(graph: StepGraph, given: Given, call: SequenceCall) -> str:
     """Says of a tensor that it is no plain array on the device of the call; or nothing."""
     for name, constant in zip(graph.names, given.constants, strict=False):
         if what := unusual(constant):
-            return f"a weight is on meta, {name}" if constant.is_meta else f"{name} is {what}"
+            return f"{name} is on the device meta" if constant.is_meta else f"{name} is {what}"
         if constant.device != call.device and constant.dim():
-            return f"a weight is on {constant.device}"
+            return f"{name} is on {constant.device}, the input on {call.device}"
     return ""
 
 
@@ -168,7 +168,7 @@ def made_or_reason(make: Callable[[], T]) -> tuple[T | str, bool]:
     except Exception as error:  # of the compiler itself: the steps in Python are right
         is_lasting = not isinstance(error, RecursionError)  # how deep the call was
         said = str(error).split("\n")[0][:200]
-        return f"the compiler raises {type(error).__name__}: {said}", is_lasting
+        return f"fusedrnn's compiler raises {type(error).__name__}: {said}", is_lasting
 
 
 def _new_on_cpu() -> AbstractContextManager[Any]:

@@ -108,8 +108,8 @@ def _after_seed(
         raise
     if draws.found:
         raise RuntimeError(
-            f"fusedrnn: the step draws by {draws.found} while a CUDA graph is captured, which "
-            f"generator= does not reach; {WAY_OUT}"
+            f"fusedrnn: {draws.found} does not draw from generator= while a CUDA graph is "
+            f"captured; {WAY_OUT}"
         )
     if not has_seed and seed.is_drawn:
         mark, has_drawn = _with_seed_before(run, mark)
@@ -165,8 +165,8 @@ def _from_given_generator(
         _put_back(run, mark)
         run.set_random_states(mark.random)
         raise RuntimeError(
-            f"fusedrnn: the step draws on {missed[0]} by {draws.found}, where generator= does not "
-            f"reach; {WAY_OUT}"
+            f"fusedrnn: {draws.found} draws on {missed[0]} from torch's default generator, not "
+            f"from generator=; {WAY_OUT}"
         )
     if run.befores:
         run.befores[0].random = lent.random
@@ -185,9 +185,9 @@ def _check_kept(run: Run, mark: Mark) -> None:
         is_written = versions[f"used.{name}"] != mark.versions.get(f"used.{name}")
         if buffer.grad_fn is not None and is_written:
             raise RuntimeError(
-                f"fusedrnn: the step gives the buffer {name.partition('.')[2]} a gradient, which "
-                "backward could not follow from step to step; make it a part of the state, or "
-                "detach it"
+                "fusedrnn: the step writes a tensor with gradient into the buffer "
+                f"{name.partition('.')[2]}, and gradients do not flow through buffers from step to "
+                "step; make it a part of the state, or detach it"
             )
     run.check_written(mark)
 

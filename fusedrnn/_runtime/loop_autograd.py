@@ -183,6 +183,6 @@ def is_batched(gradient: Tensor | None) -> bool:
 
 def warn_of_loop(what: str) -> None:
     warn(
-        f"fusedrnn: {what} take a plain loop over the steps, which keeps the intermediates of all "
-        "of them"
+        f"fusedrnn: {what} run as a plain loop over the steps, which saves the intermediates of "
+        "every step"
     )

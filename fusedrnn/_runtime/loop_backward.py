@@ -251,9 +251,9 @@ def _check_same(flags: Sequence[Tensor], names: Sequence[str]) -> None:
     same = torch.stack([*flags]).all(0).tolist()
     if not all(same):
         raise RuntimeError(
-            f"fusedrnn: taken again for backward, the steps give another "
-            f"{[*names, 'output'][same.index(False)]} than in forward; steps must depend only on "
-            "their arguments, weights, buffers, attributes and random numbers, not on iterators or "
-            "clocks, must draw from Python's or NumPy's generators in the first step if in any, "
-            "and weights and closed-over tensors must not change before backward"
+            "fusedrnn: the step is not deterministic: recomputing it in backward gave a different "
+            f"{[*names, 'output'][same.index(False)]}. A step may depend only on its arguments, "
+            "weights, buffers, attributes and random numbers, not on iterators or clocks; if any "
+            "step draws from Python's or NumPy's generators, the first one must; and weights and "
+            "closed-over tensors must not change between forward and backward"
         )

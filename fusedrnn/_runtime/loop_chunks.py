@@ -26,17 +26,17 @@ def chunk_steps(
         RuntimeError: ``workspace_bytes`` is less than one step takes.
     """
     if chunk_size is not None:
-        return min(chunk_size, seq_len), "chunk_size says so"
+        return min(chunk_size, seq_len), "set by chunk_size"
     if workspace_bytes is None:
         least = math.isqrt(seq_len - 1) + 1
-        return least, f"the root of {seq_len:,}: as many states are kept as a chunk has steps"
+        return least, f"sqrt({seq_len:,}), which balances saved states and workspace"
     if workspace_bytes < step_bytes:
         raise RuntimeError(
-            f"fusedrnn: workspace_bytes must be at least {step_bytes:,}, which autograd keeps of "
-            f"one step, got {workspace_bytes:,}"
+            f"fusedrnn: workspace_bytes must be at least {step_bytes:,}, the bytes that autograd "
+            f"saves of one step, got {workspace_bytes:,}"
         )
     fit = min(seq_len, workspace_bytes // max(step_bytes, 1))
-    return fit, f"so many of {step_bytes:,} bytes fit into workspace_bytes"
+    return fit, f"the most that fit into workspace_bytes, at {step_bytes:,} bytes each"
 
 
 def measure_step(run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> int:

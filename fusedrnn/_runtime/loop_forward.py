@@ -96,8 +96,9 @@ def _note_late_changes(run: Run, mark: Mark) -> None:
     ]
     if late:
         raise RuntimeError(
-            f"fusedrnn: the step changes the buffer {late[0].split('.', 2)[2]} after the first "
-            "step, but not in it, so backward cannot take the steps again as they were"
+            f"fusedrnn: the step changes the buffer {late[0].split('.', 2)[2]} in a later step, "
+            "but not in the first, so backward cannot recompute the steps; change it from the "
+            "first step on, or make it a part of the state"
         )
     run.check_written(mark)
     known = {*run.changed_variables}

@@ -163,8 +163,8 @@ class Run:
             place = [a == b for a, b in zip(now, versions, strict=True)].index(False)
             name = [*self.call.names.state, *self.call.names.input][place]
             raise RuntimeError(
-                f"fusedrnn: the step changes {name} in place, at time {time}; it must make new "
-                "tensors, for backward takes it again"
+                f"fusedrnn: the step changes {name} in place, at time {time}; it must return new "
+                "tensors, since backward recomputes the step from the old ones"
             )
         return new, y
 
@@ -261,8 +261,8 @@ class Run:
         written = self.python.written(mark.variables)
         if written is not None:
             raise RuntimeError(
-                f"fusedrnn: the step changes the tensor in {written} in place, and backward could "
-                "not take the step again as it was; make it a buffer, or set a new tensor"
+                f"fusedrnn: the step changes the tensor in {written} in place, so backward cannot "
+                "recompute the step from its old values; make it a buffer, or assign a new tensor"
             )
 
     def has_drawn(self, mark: Mark) -> bool:

@@ -43,18 +43,19 @@ def check_nothing_missed(
     for leaf in found:
         if id(leaf) in kept:
             raise RuntimeError(
-                f"fusedrnn: the step reads what an earlier step has kept in {kept[id(leaf)][1]}, "
-                "whose gradient would be lost there; make it a part of the state, or detach it"
+                "fusedrnn: the step reads a tensor that an earlier step has kept in "
+                f"{kept[id(leaf)][1]}, and its gradient would be lost there; make it a part of the "
+                "state, or detach it"
             )
     twice = {id(leaf) for leaf in foreign_leaves(_all(take()), leaves)} if found else ()
     for leaf in found:
         if id(leaf) in twice:
             raise RuntimeError(
-                "fusedrnn: backward of the steps reaches a tensor with gradient of shape "
-                f"{tuple(leaf.shape)} by a way that forward has not seen: not as an argument of "
-                "the step, nor as a parameter of its module, nor read by the first or the last "
-                "step. Pass it in the input or the state, for scan in params=, exchange it only "
-                "after backward, and keep nothing that is computed from it between steps, as "
+                f"fusedrnn: backward reaches a tensor of shape {tuple(leaf.shape)} that needs a "
+                "gradient and that forward has not seen: it is neither an argument of the step nor "
+                "a parameter of its module, and the first and the last step do not read it. Pass "
+                "it in the input or the state (to scan: in params), replace it only after "
+                "backward, and keep nothing computed from it between steps, as "
                 "torch.nn.utils.parametrize.cached does"
             )
     return taken

@@ -62,7 +62,7 @@ class _ProgramFunction(torch.autograd.Function):
         if any([gradient is None for gradient in gradients]):
             program = _program_without_unused(call, tensors, needs, gradients)
             if program is None:
-                warn_of_loop("Gradients of some results alone")
+                warn_of_loop("Gradients of only some results")
                 return None, None, *_by_loop(call, seed, tensors, needs, gradients)
             call = call.with_program(program)
         return None, None, *backward(call, seed, tensors, rest, needs, gradients)

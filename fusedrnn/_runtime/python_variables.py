@@ -328,6 +328,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         raise RuntimeError(
-            f"fusedrnn: what a step keeps in {ctx.name} has no gradient; the step must return it "
-            "as an output, or detach it"
+            f"fusedrnn: a tensor that the step keeps in {ctx.name} has no gradient; return it "
+            "from the step as an output, or detach it"
         )

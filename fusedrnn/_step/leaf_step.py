@@ -43,7 +43,7 @@ class LeafStep:
             in_order = self._state.leaves(new)
             if in_order is None:
                 raise ValueError(
-                    f"fusedrnn: the step must return a state like the one that it gets, "
+                    "fusedrnn: the step must return a state of the structure it receives, "
                     f"{self._state}, got {structure}"
                 )
             new_leaves = in_order
@@ -62,8 +62,8 @@ class LeafStep:
         if is_same and torch.is_autocast_enabled(device) and leaf.is_floating_point():
             return (*new[:i], leaf.to(old.dtype), *new[i + 1 :])
         raise ValueError(
-            f"fusedrnn: the step must return {self._state.names('state')[i]} as it gets it, "
-            f"{_kind(old)}, got {_kind(leaf)}"
+            f"fusedrnn: the step must return {self._state.names('state')[i]} of the kind it "
+            f"receives, {_kind(old)}, got {_kind(leaf)}"
         )
 
     def _output_leaves(self, y: Any, state: Leaves) -> Leaves:
@@ -73,8 +73,8 @@ class LeafStep:
             for i, leaf in enumerate(leaves):
                 if not leaf.dim() or leaf.shape[0] != rows:
                     raise ValueError(
-                        f"fusedrnn: {structure.names('output')[i]} must have the {rows} rows of "
-                        f"the batch as its first dimension, got shape {tuple(leaf.shape)}"
+                        f"fusedrnn: {structure.names('output')[i]} must have the batch size, "
+                        f"{rows}, as its first dimension, got shape {tuple(leaf.shape)}"
                     )
         kinds = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves]
         if self.output is None:
@@ -83,15 +83,15 @@ class LeafStep:
             in_order = self.output.leaves(y)
             if in_order is None:
                 raise ValueError(
-                    f"fusedrnn: the step must return outputs of one structure, first "
-                    f"{self.output}, got {structure}"
+                    "fusedrnn: all steps must return outputs of the same structure: the first "
+                    f"returned {self.output}, got {structure}"
                 )
             return in_order
         elif kinds != self._kinds:
             i = [a == b for a, b in zip(kinds, self._kinds, strict=True)].index(False)
             raise ValueError(
-                f"fusedrnn: the step must return the same {structure.names('output')[i]} each "
-                f"time in shape, dtype and device, first {self._kinds[i]}, got {kinds[i]}"
+                f"fusedrnn: all steps must return {structure.names('output')[i]} with the same "
+                f"shape, dtype and device: the first returned {self._kinds[i]}, got {kinds[i]}"
             )
         return leaves
 
@@ -113,13 +113,13 @@ def call_of_cell(cell: nn.Module, state: Structure) -> TreeStep:
             output, new = result
             if len(leaves) == sum(state.has_tensor) and state.leaves(new) is None:
                 raise ValueError(
-                    f"fusedrnn: the cell must return its state in the form that it gets, {state}; "
-                    f"got {structure}, which is read as (output, state)"
+                    f"fusedrnn: the cell must return a state of the structure it receives, "
+                    f"{state}, got {structure}, which is taken as (output, state)"
                 )
             return new, output
         raise ValueError(
-            f"fusedrnn: the cell must return its state, like {state}, or (output, state), "
-            f"got {structure}"
+            f"fusedrnn: the cell must return its state, of the structure {state}, or "
+            f"(output, state), got {structure}"
         )
 
     return call

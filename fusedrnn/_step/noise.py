@@ -66,9 +66,9 @@ class DrawsRefused(NumberSource):
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         raise RuntimeError(
-            "fusedrnn: the step draws random numbers in backward, as torch.utils.checkpoint does "
-            "when it takes a part of a step again; they would not be those of forward, so draw "
-            "outside of what is checkpointed"
+            "fusedrnn: the step draws random numbers in backward, as a part of it under "
+            "torch.utils.checkpoint does; they would differ from forward's, so draw them outside "
+            "the checkpointed part"
         )
 
 
@@ -193,7 +193,9 @@ class Noise(NumberSource):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
         number, self._next = self._next, self._next + 1
         if number >= MOST_DRAWS:
-            raise RuntimeError(f"fusedrnn: a step may draw {MOST_DRAWS} times, got more")
+            raise RuntimeError(
+                f"fusedrnn: a step may draw random numbers at most {MOST_DRAWS} times, got more"
+            )
         rows = self._rows
         batch = rows if shape and rows and shape[0] % rows == 0 else 1
         draw = Draw(number, distribution, device, batch, math.prod(shape) // batch, dtype)
@@ -201,7 +203,10 @@ class Noise(NumberSource):
             self.draws.append(draw)
         if draw not in self._drawn:
             if self.is_given:
-                raise RuntimeError("fusedrnn: the step draws other numbers than in its first step")
+                raise RuntimeError(
+                    "fusedrnn: each step must draw random numbers by the same functions, shapes "
+                    "and dtypes as the first step"
+                )
             self._drawn[draw] = self._numbers(draw)
         # A step may change its numbers in place.
         return self._drawn[draw][self._place].clone().reshape(shape)

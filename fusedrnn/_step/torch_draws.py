@@ -220,8 +220,8 @@ DRAWS: dict[Any, Function] = {
 the dropout inside of torch.nn.MultiheadAttention, draw from torch's own generators."""
 
 WAY_OUT = (
-    "draw by torch.rand, torch.randn, dropout or another function that takes its numbers from the "
-    "call, or give no generator and seed torch by torch.manual_seed"
+    "use torch.rand, torch.randn, dropout or another function that follows generator=, or pass no "
+    "generator and call torch.manual_seed"
 )
 
 

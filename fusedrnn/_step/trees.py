@@ -80,10 +80,12 @@ def flatten(tree: Any, name: str) -> tuple[Leaves, Structure]:
 def _advice(leaf: Any) -> str:
     """What to do about a leaf that is no tensor."""
     if isinstance(leaf, torch.distributions.Distribution):
-        return "return the parameters of the distribution, and make it of them outside of the step"
+        return "return the distribution's parameters, and build the distribution outside the step"
     if dataclasses.is_dataclass(leaf):
-        return "make it a named tuple, or call torch.utils._pytree.register_dataclass for its class"
-    return "tensors may be in tuples, lists, dicts and named tuples"
+        return (
+            "make it a named tuple, or register its class by torch.utils._pytree.register_dataclass"
+        )
+    return "tensors may be nested in tuples, lists, dicts and named tuples"
 
 
 def check_tensors(names: Iterable[str], leaves: Leaves, like: str, device: torch.device) -> None:
@@ -105,7 +107,7 @@ def check_tensors(names: Iterable[str], leaves: Leaves, like: str, device: torch
             raise RuntimeError(f"fusedrnn: {name} must be a dense tensor, got a {layout} one")
         if leaf.is_meta:
             raise RuntimeError(
-                f"fusedrnn: {name} must have numbers, got a tensor on the device meta"
+                f"fusedrnn: {name} must have values, got a tensor on the device meta"
             )
 
 

@@ -74,8 +74,8 @@ def _level() -> int:
 
 _WITHOUT_GRADIENT = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("data", "grad"))
 _GENERATOR = (
-    "fusedrnn: a step must not draw from a generator of its own, whose numbers cannot be drawn "
-    "again; draw without one, and pass generator= to the call of the whole sequence"
+    "fusedrnn: a step must not draw from a generator of its own, since backward cannot draw its "
+    "numbers again; draw without one, and pass generator= to the call of the whole sequence"
 )
 
 

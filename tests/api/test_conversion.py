@@ -354,7 +354,7 @@ def test_weight_normed_and_pruned_modules_are_kept(way):
     nn.utils.weight_norm(normed, "weight_hh_l0")
     nn.utils.spectral_norm(spectral, "weight_hh_l0")
     prune.random_unstructured(pruned, "weight_hh_l0", 0.5)
-    more = "it holds more than its weights: "
+    more = "it has more than its usual weights: "
     assert_kept(normed, f"{more}weight_hh_l0_g, weight_hh_l0_v", way)
     assert_kept(spectral, f"{more}weight_hh_l0_orig, weight_hh_l0_u", way)
     assert_kept(pruned, f"{more}weight_hh_l0_mask, weight_hh_l0_orig", way)

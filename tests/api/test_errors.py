@@ -118,7 +118,7 @@ def bad_calls():
     ):
         yield f"lengths {wrong}", arguments(lengths=wrong), {}, error, message
     unbatched = arguments(input=x[:, 0], hx=hx[:, 0], eps=eps[:, :, 0], lengths=[1])
-    yield "lengths without batch", unbatched, {}, ValueError, "lengths are for a batch"
+    yield "lengths without batch", unbatched, {}, ValueError, "lengths need a batch"
     reset = torch.zeros(4, 3, dtype=torch.bool)
     for name, wrong, error, message in (
         ("shape", reset[:3], RuntimeError, "reset must have shape (4, 3), got (3, 3)"),

@@ -173,9 +173,7 @@ def banks_in_another_order(here: Here) -> None:
             WeightBank.exclude(model)
         banks: Any = list(model.values())
         inner = loss(banks[here.rank], 0, here)
-        match = (
-            "came to another bank than this one" if are_alike else "several banks, .* same order"
-        )
+        match = "those of another bank" if are_alike else "several banks, .* same order"
         with diverged(match):
             inner.backward()
         model.zero_grad()

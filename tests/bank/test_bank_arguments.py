@@ -75,7 +75,7 @@ def test_in_says_what_calls_take() -> None:
 def test_a_bool_is_no_name(key: Any) -> None:
     bank = of_list()
     for use in (lambda: bank[key], lambda: bank.add(key, linear()), lambda: bank(key, x())):
-        with pytest.raises(TypeError, match="a task is an int or a str, got "):
+        with pytest.raises(TypeError, match="a task must be an int or a str, got "):
             use()
     with pytest.raises((TypeError, ValueError), match="a number above 0, or a list of names"):
         WeightBank(linear(), tasks=True)
@@ -142,7 +142,7 @@ class Outer(nn.Module):
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "bank": (Outer, "put both beside each other"),
+    "bank": (Outer, "make both banks submodules"),
     "script": (lambda: torch.jit.script(linear()), "whose tensors are in C"),
     "trace": (lambda: nn.Sequential(torch.jit.trace(linear(), x())), "whose tensors are in C"),
 }

@@ -131,7 +131,10 @@ def test_changes_that_cannot_be_kept() -> None:
     assert_same(bank, modules)
     bank, modules = both()
     home = bank[0].weight
-    with pytest.raises(RuntimeError, match="and on the host as well"), bank.active(0) as module:
+    with (
+        pytest.raises(RuntimeError, match="both during a call and on the host"),
+        bank.active(0) as module,
+    ):
         nn.init.zeros_(module.weight)
         nn.init.ones_(home)
     with pytest.raises(RuntimeError, match="was moved or converted"), bank.active(0) as module:
@@ -194,11 +197,11 @@ def test_buffers_that_are_set_without_slots(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: setattr(m, "h", m.a.sum(0)), r"a history, which .*: detach\(\) it"),
+        (lambda m: setattr(m, "h", m.a.sum(0)), r"a grad_fn, .*: detach\(\) it"),
         (lambda m: setattr(m, "h", torch.zeros(4)), r"was torch.float32 \(3,\), and was set to"),
         (lambda m: m.__delattr__("h"), "was deleted during a call"),
         (lambda m: setattr(m, "a", nn.Parameter(m.b * 1)), r"was replaced during a call.*bank\[0"),
-        (lambda m: m.h.add_(m.a.sum(0)), "then has a history"),
+        (lambda m: m.h.add_(m.a.sum(0)), "its graph cannot go to the host"),
     ],
 )
 def test_tensors_that_cannot_be_set(change: Callable[[Any], Any], message: str) -> None:

@@ -51,15 +51,15 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "zero": (lambda: WeightBank(linear(), 0), ValueError, "number above 0"),
     "a_name": (lambda: WeightBank(linear(), "abc"), ValueError, "list of names, got 'abc'"),
     "twice": (lambda: WeightBank(linear(), ["a", "a"]), ValueError, "got 'a' twice"),
-    "tasks_of_a_list": (lambda: WeightBank([linear()], 3), TypeError, "tasks is for a single"),
+    "tasks_of_a_list": (lambda: WeightBank([linear()], 3), TypeError, "tasks needs a single"),
     "shared_of_a_list": (
         lambda: WeightBank([linear()], shared="add"),
         TypeError,
-        "shared is for a single module",
+        "shared needs a single module",
     ),
     "no_module": (lambda: WeightBank([3]), TypeError, "must be an nn.Module, got int for 0"),
     "nothing": (lambda: WeightBank(3), TypeError, "a module, a list or a dict, got int"),
-    "dot": (lambda: WeightBank({"a.b": linear()}), ValueError, "has no dot"),
+    "dot": (lambda: WeightBank({"a.b": linear()}), ValueError, "must not be empty or have a dot"),
     "no_name": (lambda: WeightBank({(1,): linear()}), TypeError, "an int or a str"),
     "equal_names": (
         lambda: WeightBank({1: linear(), "1": linear()}),
@@ -108,12 +108,12 @@ def test_a_task_that_does_not_exist() -> None:
 
 @pytest.mark.parametrize("key", [1.0, None, [1], (1,), torch.tensor([1, 2]), torch.tensor(1.0)])
 def test_a_task_of_another_type(key: Any) -> None:
-    with pytest.raises(TypeError, match="a task is an int or a str"):
+    with pytest.raises(TypeError, match="a task must be an int or a str"):
         make()(key, x())
 
 
 def test_a_task_on_a_device() -> None:
-    with pytest.raises(TypeError, match="keep tasks on the host"):
+    with pytest.raises(TypeError, match="keep it on the host"):
         make()(torch.tensor(1, device="meta"), x())
 
 
@@ -218,7 +218,7 @@ def test_added_tasks() -> None:
     bank = make()
     with pytest.raises(ValueError, match="there is a task 1 already"):
         bank.add(1, linear())
-    with pytest.raises(ValueError, match="has no dot"):
+    with pytest.raises(ValueError, match="must not be empty or have a dot"):
         bank.add("a.b", linear())
     with pytest.raises(ValueError, match="task 7 shares a tensor with task 0"):
         bank.add(7, bank[0])
@@ -233,11 +233,13 @@ def test_a_slot_that_is_in_use() -> None:
     bank = make()
     with bank.active(0, slot=0) as module:
         module(x())
-        with pytest.raises(RuntimeError, match="slot 0 cannot take other weights: it is in use"):
+        with pytest.raises(
+            RuntimeError, match="slot 0 cannot take other weights: a call is using it"
+        ):
             bank.active(1, slot=0).__enter__()
     with bank.active(1, slot=0) as module:
         kept = module.head.weight
-    with pytest.raises(RuntimeError, match="slot 0 cannot take other weights: it is in use"):
+    with pytest.raises(RuntimeError, match="slot 0 cannot take other weights: a call is using it"):
         bank.active(2, slot=0).__enter__()
     del kept
     with bank.active(2, slot=0):
@@ -280,7 +282,7 @@ def test_exclude_is_for_the_module_that_ddp_gets(monkeypatch: pytest.MonkeyPatch
     bank = make()
     WeightBank.exclude(bank)
     monkeypatch.setattr(bank._ranks, "is_known_to_ddp", lambda parameters: len(parameters()) == 3)
-    with pytest.raises(RuntimeError, match="with the very module that DistributedDataParallel"):
+    with pytest.raises(RuntimeError, match="with the same module that DistributedDataParallel"):
         bank(1, x())
 
 
@@ -288,7 +290,7 @@ def test_steps_with_a_closure() -> None:
     bank = make(step_on="device")
     optimizer = torch.optim.SGD(bank.parameters(), 0.1)
     bank(0, x()).sum().backward()
-    with pytest.raises(ValueError, match=r"so step\(\) can have no closure"):
+    with pytest.raises(ValueError, match=r"a closure of step\(\) cannot call the bank"):
         optimizer.step(lambda: bank(0, x()).sum())
 
 

@@ -93,7 +93,7 @@ def refused(match: str, source: str | None = None, **options: str) -> None:
 
 def built_elsewhere(why: str, note: str = "") -> Library:
     """Builds in a folder of this process, and checks the warning that says why."""
-    with pytest.warns(RuntimeWarning, match=f"this process only, because .*{why}.*; FUSEDRNN_"):
+    with pytest.warns(RuntimeWarning, match=f"this process only, because .*{why}.*; set FUSEDRNN_"):
         library = build(text(note))
     assert lanes(library)
     assert library.path.parent == library_cache.process_folder("it is there")

@@ -117,7 +117,7 @@ def test_symbolic_links(folder: Path, tmp_path: Path, monkeypatch: Patch) -> Non
     in_child(lambda: built_elsewhere("too many symbolic links", "loop"))
     (tmp_path / "link").unlink()
     (tmp_path / "link").write_text("")
-    in_child(lambda: built_elsewhere("link is no folder", "file"))
+    in_child(lambda: built_elsewhere("link is not a folder", "file"))
 
 
 def test_a_link_of_another_user(folder: Path, tmp_path: Path) -> None:

@@ -454,11 +454,11 @@ def test_attributes_that_change_too_often(shares: bool, monkeypatch: pytest.Monk
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             check_call(rnn, x, h)
-        found += ["like this one are not compiled" in str(w.message) for w in said]
+        found += ["the cell was compiled for earlier calls" in str(w.message) for w in said]
     assert found == [True]  # once
-    assert "change from call to call" in rnn.explain(x, h).program
+    assert "keep changing between calls" in rnn.explain(x, h).program
     cell.held, rnn.compile_cell = "z" * 9, "require"
-    with pytest.raises(RuntimeError, match="change from call to call"):
+    with pytest.raises(RuntimeError, match="keep changing between calls"):
         rnn(x, h)
 
 
@@ -502,9 +502,9 @@ def test_what_gives_another_value_each_time_comes_and_goes(name: str) -> None:
             warnings.simplefilter("always")
             outputs = [rnn(x, h)[0] for _ in range(4)]
         assert any(not torch.equal(outputs[0], other) for other in outputs[1:])
-        assert ["like this one are not compiled" in str(w.message) for w in said] == [True] * (
-            turn == 0
-        )
+        assert ["the cell was compiled for earlier calls" in str(w.message) for w in said] == [
+            True
+        ] * (turn == 0)
         assert all(warning.filename == __file__ for warning in said)
         assert "(test_changes_between_calls.py:" in rnn.explain(x, h).program
     rnn.compile_cell = "require"
@@ -680,7 +680,7 @@ NOT_FOLLOWED = {"functools", "both", "contextlib"}
 @pytest.mark.parametrize("name", DECORATORS)
 def test_what_decorators_of_other_packages_decorate(name: str) -> None:
     read, numbers = _decorated(DECORATORS[name])
-    refusal = "torch.compile cannot take this step" if name in NOT_FOLLOWED else ""
+    refusal = "torch.compile cannot trace this step" if name in NOT_FOLLOWED else ""
     check(Holds(read, lambda f: f()), lambda: numbers.update(a=2.0), refusal=refusal)
 
 

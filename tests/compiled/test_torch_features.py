@@ -199,7 +199,7 @@ def test_derivatives_of_gradients() -> None:
         first = torch.autograd.grad(loss_of(results), leaves, create_graph=True)
         return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
 
-    with pytest.warns(UserWarning, match="take a plain loop over the steps") as said:
+    with pytest.warns(UserWarning, match="run as a plain loop over the steps") as said:
         found = second(rnn(x, h))
     assert {warning.filename for warning in said} == {__file__}  # the line that asked for it
     close(found, second(loop(rnn.cell, x, h)))
@@ -250,7 +250,10 @@ def test_modes_that_look_at_all_operations() -> None:
     with FlopCounterMode(display=False) as expected:
         loop(cell, x.detach(), start())
     assert ours.get_total_flops() == expected.get_total_flops()
-    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="mode of torch"):
+    with (
+        FlopCounterMode(display=False),
+        pytest.raises(RuntimeError, match="a TorchDispatchMode is active"),
+    ):
         required(cell)(x)
     made, leaves = rnn(x), [x, *rnn.parameters()]
     with FlopCounterMode(display=False):
@@ -266,9 +269,9 @@ def test_fake_and_meta_tensors() -> None:
     meta = torch.randn(T, B, H, dtype=F64, device="meta")
     for compile in ("auto", "require", "never"):
         rnn = fusedrnn.Recurrent(Minimal().to("meta"), compile=compile)
-        with pytest.raises(RuntimeError, match="must have numbers, got a tensor on the device me"):
+        with pytest.raises(RuntimeError, match="must have values, got a tensor on the device me"):
             rnn(meta)
-    with pytest.raises(RuntimeError, match="weight is on meta"):
+    with pytest.raises(RuntimeError, match="weight is on meta, the input on cpu"):
         required(Minimal().to("meta"))(sequence(), start())
 
 
@@ -306,7 +309,7 @@ def test_subclasses_of_tensors() -> None:
     expected = rnn(x)[0]
     made = rnn(x.detach().as_subclass(Labelled))[0]
     close(made.as_subclass(Tensor), expected)
-    with pytest.raises(RuntimeError, match="a tensor is a Labelled"):
+    with pytest.raises(RuntimeError, match="a tensor of the input or the state is a Labelled"):
         required(rnn.cell)(x.detach().as_subclass(Labelled))
 
 
@@ -578,7 +581,9 @@ def test_hooks_of_modules_within_the_step(kind: str) -> None:
     loss_of(rnn(x)).backward()
     assert counts[0] >= T
     check(rnn, x)
-    with pytest.raises(RuntimeError, match=r"^fusedrnn: the cell cannot .*Linear has a hook"):
+    with pytest.raises(
+        RuntimeError, match=r"^fusedrnn: the cell cannot .*Linear has a (forward|backward) hook"
+    ):
         required(rnn.cell)(x)
     handle.remove()
     check(rnn, x)
@@ -924,7 +929,7 @@ def test_explain() -> None:
     rnn(x)
     assert rnn.explain(x).is_compiled
     rnn.compile_cell = "never"
-    assert "compile says so" in str(rnn.explain(x))
+    assert "compile is 'never'" in str(rnn.explain(x))
     for compile in ("never", "auto"):
         rnn.compile_cell = compile
         with pytest.raises(RuntimeError):

@@ -212,7 +212,7 @@ def test_a_state_whose_keys_are_in_another_order_than_the_steps(kind: Any) -> No
             torch.testing.assert_close(dict(last), dict(exact_last))
 
 
-@pytest.mark.filterwarnings("ignore:fusedrnn. calls of the cell like this one are not compiled")
+@pytest.mark.filterwarnings("ignore:fusedrnn. the cell was compiled for earlier calls")
 @pytest.mark.parametrize("rows", [(2, 1), (1, 2), (1, 1)], ids=str)
 def test_one_row_of_a_dict_of_any_order(rows: tuple[int, int]) -> None:
     """The program is that of several rows, whose graph may have come with another order."""

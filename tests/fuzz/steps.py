@@ -209,7 +209,7 @@ class Trial:
         is_compiled = bool(found) and not found[-1]
         if "python_random" in self.source.words and not is_compiled:
             return "fell back", reason, []
-        if any(one.startswith("the compiler raises") for one in found):
+        if any(one.startswith("fusedrnn's compiler raises") for one in found):
             return "wrong", reason, [("compiler", reason)]
         theirs = self.by_loop()
         if self.draws_by_others and not is_compiled:

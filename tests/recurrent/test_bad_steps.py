@@ -40,13 +40,33 @@ class Cell(nn.Module):
     [
         (lambda x, h, w: h.add_(x @ w), RuntimeError, "changes state in place, at time 0"),
         (lambda x, h, w: x.add_(h @ w), RuntimeError, "changes input in place, at time 0"),
-        (lambda x, h, w: [h @ w], ValueError, r"must return its state, like tensor, or"),
+        (
+            lambda x, h, w: [h @ w],
+            ValueError,
+            r"must return its state, of the structure tensor, or",
+        ),
         (lambda x, h, w: (h, h, h), ValueError, r"got \(tensor, tensor, tensor\)"),
-        (lambda x, h, w: (x @ w)[:, :2], ValueError, r"return state as it gets it.*\(3, 2\)"),
-        (lambda x, h, w: (x @ w).double(), ValueError, "state as it gets it.*torch.float64"),
-        (lambda x, h, w: (x @ w).to("meta"), ValueError, "state as it gets it.*on meta"),
-        (lambda x, h, w: (h.sum(), x @ w), ValueError, r"output must have the 3 rows.*\(\)"),
-        (lambda x, h, w: ({"a": h[:1]}, x @ w), ValueError, r"output\['a'\] must have the 3"),
+        (
+            lambda x, h, w: (x @ w)[:, :2],
+            ValueError,
+            r"return state of the kind it receives.*\(3, 2\)",
+        ),
+        (
+            lambda x, h, w: (x @ w).double(),
+            ValueError,
+            "state of the kind it receives.*torch.float64",
+        ),
+        (lambda x, h, w: (x @ w).to("meta"), ValueError, "state of the kind it receives.*on meta"),
+        (
+            lambda x, h, w: (h.sum(), x @ w),
+            ValueError,
+            r"output must have the batch size, 3,.*\(\)",
+        ),
+        (
+            lambda x, h, w: ({"a": h[:1]}, x @ w),
+            ValueError,
+            r"output\['a'\] must have the batch size, 3,",
+        ),
         (lambda x, h, w: ((h, 2), x @ w), TypeError, r"result\[0\]\[1\] must be a tensor, got int"),
         (lambda x, h, w: None, ValueError, "must return its state"),
     ],
@@ -58,9 +78,9 @@ def test_results(function: Any, error: type[Exception], message: str) -> None:
 
 
 def test_a_state_in_another_form() -> None:
-    """A list of two tensors is read as output and state, which the error tells."""
+    """A list of two tensors is taken as output and state, and the error says so."""
     cell = Cell(lambda x, state, w: [x @ w, state[1]])
-    message = r"in the form that it gets, \(tensor, tensor\); got \[tensor, tensor\].*\(output, st"
+    message = r"structure it receives, \(tensor, tensor\), got \[tensor, tensor\].*\(output, st"
     with pytest.raises(ValueError, match=message):
         fusedrnn.Recurrent(cell)(X, (START, START))
 
@@ -96,7 +116,7 @@ def test_outputs_that_change() -> None:
 
     x = X.clone()
     x[3, 0, 0] = 6
-    with pytest.raises(ValueError, match=r"same output each.*got \(\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"return output with the same.*got \(\(3, 2\)"):
         fusedrnn.Recurrent(Cell(changes))(x, START)
 
 
@@ -104,7 +124,7 @@ def test_a_step_that_does_not_repeat() -> None:
     counts = itertools.count()
     cell = Cell(lambda x, h, w: x @ w + next(counts))
     output, _ = fusedrnn.Recurrent(cell)(X, START)
-    with pytest.raises(RuntimeError, match=r"taken again for backward.*another state"):
+    with pytest.raises(RuntimeError, match=r"not deterministic.* a different state\."):
         output.sum().backward()
 
 
@@ -154,27 +174,39 @@ def reset_to(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: OTHER(X), ValueError, r"state must be given for Cell, unless.*initial_state"),
+        (lambda: OTHER(X), ValueError, r"pass state, or give Cell a method initial_state"),
         (lambda: GRU("text"), TypeError, "input must be a tensor, got str"),
         (lambda: GRU({"a": X, "b": 3}), TypeError, r"input\['b'\] must be a tensor, got int"),
         (lambda: GRU(()), ValueError, "input must have at least one tensor"),
         (lambda: GRU(X[0, 0]), ValueError, r"input must have steps and batch.*\(4,\)"),
         (lambda: GRU(X[:0]), RuntimeError, "at least one step"),
-        (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first dim"),
+        (lambda: GRU((X, X[:, :2])), RuntimeError, r"input\[1\] must have the first two dim"),
         (lambda: GRU((X, X.to("meta"))), RuntimeError, r"input\[1\] must be on cpu"),
-        (lambda: GRU(X, START[:2]), RuntimeError, r"the 3 rows.*\(2, 4\); fusedrnn.scan takes"),
+        (
+            lambda: GRU(X, START[:2]),
+            RuntimeError,
+            r"the batch size, 3.*\(2, 4\); fusedrnn.scan takes",
+        ),
         (lambda: GRU(X, START.to("meta")), RuntimeError, "state must be on cpu"),
-        (lambda: GRU(X.to("meta")), RuntimeError, "input must have numbers, got.*meta"),
+        (lambda: GRU(X.to("meta")), RuntimeError, "input must have values, got.*meta"),
         (lambda: GRU(X.to_sparse()), RuntimeError, "input must be a dense tensor, got.*sparse"),
         (lambda: GRU(X, START.to_sparse()), RuntimeError, "state must be a dense tensor"),
         (lambda: GRU(X, 3), TypeError, "state must be a tensor, got int"),
         (lambda: GRU(X, ()), ValueError, "state must have at least one tensor"),
-        (lambda: BOTH(X, START), ValueError, "state must be a tuple of the states of 2 cells"),
-        (lambda: BOTH(X, (START,)), ValueError, "states of 2 cells, got tuple of 1"),
-        (lambda: BOTH(X, (START, START[:1])), RuntimeError, r"state\[1\] must have the 3 rows"),
+        (
+            lambda: BOTH(X, START),
+            ValueError,
+            "state must be a tuple with one state for each of the 2 cells",
+        ),
+        (lambda: BOTH(X, (START,)), ValueError, "each of the 2 cells, got tuple of 1"),
+        (
+            lambda: BOTH(X, (START, START[:1])),
+            RuntimeError,
+            r"state\[1\] must have the batch size, 3,",
+        ),
         (lambda: GRU(X, lengths=[1, 2]), RuntimeError, r"lengths must have shape \(3,\)"),
         (lambda: GRU(X, lengths=[1, 2, 7]), ValueError, r"lengths must be in \[1, 6\], got 7"),
-        (lambda: GRU(X[:, 0], lengths=[3]), ValueError, "without batch"),
+        (lambda: GRU(X[:, 0], lengths=[3]), ValueError, "without a batch"),
         (lambda: GRU(X, reset=FLAGS[:2]), RuntimeError, r"reset must have shape \(6, 3\)"),
         (lambda: GRU(X, lengths=torch.ones(3)), ValueError, "sequence of integers, got torch.fl"),
         (lambda: GRU(X, reset=FLAGS.float()), ValueError, r"got torch.float32; use reset.bool\(\)"),
@@ -182,7 +214,7 @@ def reset_to(value: Any) -> Any:
         (lambda: GRU(X, reset=FLAGS.t()), RuntimeError, r"order of batch_first: use reset.t\(\)"),
         (lambda: GRU(X, reset_to=START), ValueError, "reset_to must be given together"),
         (lambda: reset_to(START[:2]), RuntimeError, r"got \(2, 4\)"),
-        (lambda: reset_to((START,)), ValueError, "like the state"),
+        (lambda: reset_to((START,)), ValueError, "structure of the state"),
         (lambda: reset_to({"h": START}), ValueError, "got 'h'"),
         (
             lambda: reset_to(START.double()),
@@ -202,7 +234,7 @@ def reset_to(value: Any) -> Any:
         ),
         (lambda: GRU(X, generator=3), TypeError, "generator must be a torch.Generator"),
         (lambda: R(3), TypeError, "cell must be a torch.nn.Module or a list"),
-        (lambda: R(nn.GRU(3, 3)), TypeError, "must take one step, got GRU, which takes all"),
+        (lambda: R(nn.GRU(3, 3)), TypeError, "must compute one step, got GRU, which runs over"),
         (lambda: R([]), ValueError, "at least one cell, got 0"),
         (lambda: R(CELL, True), ValueError, "two cells per layer"),
         (lambda: R(CELL, 1), TypeError, "bidirectional must be a"),
@@ -213,9 +245,13 @@ def reset_to(value: Any) -> Any:
         (lambda: fusedrnn.scan(lambda h, x: h, START, X), ValueError, "got Tensor"),
         (lambda: fusedrnn.scan(lambda h, x: (h,), START, X), ValueError, "tuple of length 1"),
         (lambda: fusedrnn.scan(lambda h, x: (h, x), (), X), ValueError, "state must have at"),
-        (lambda: SCAN(START, ()), ValueError, "at least one tensor, or length be given"),
-        (lambda: SCAN(START), ValueError, "inputs must have.*or length be given"),
-        (lambda: SCAN(START, X, length=5), ValueError, "length must be that of inputs, 6, got 5"),
+        (lambda: SCAN(START, ()), ValueError, "at least one tensor unless length is given"),
+        (lambda: SCAN(START), ValueError, "inputs must have.*unless length is given"),
+        (
+            lambda: SCAN(START, X, length=5),
+            ValueError,
+            "length must be 6, the number of .* inputs, got 5",
+        ),
         (lambda: SCAN(START, length=True), TypeError, "length must be an int, got bool"),
         (lambda: SCAN(START, length=2.0), TypeError, "length must be an int, got float"),
         (lambda: SCAN(START, length=0), ValueError, "length must be a positive integer, got 0"),
@@ -228,10 +264,10 @@ def reset_to(value: Any) -> Any:
             r"state\['c'\] must be on cpu as state\['h'\] is, got meta",
         ),
         (lambda: SCAN(START, X, [X.to("meta")]), RuntimeError, r"params\[0\] must be on cpu"),
-        (lambda: SCAN(START.to("meta"), X), RuntimeError, "state must have numbers"),
+        (lambda: SCAN(START.to("meta"), X), RuntimeError, "state must have values"),
         (lambda: SCAN(START, X.to_sparse()), RuntimeError, "inputs must be a dense tensor"),
-        (lambda: SCAN(START, (X, X[:2])), ValueError, r"inputs\[1\] must have the steps as"),
-        (lambda: SCAN(START, X[:0]), ValueError, "at least one"),
+        (lambda: SCAN(START, (X, X[:2])), ValueError, r"inputs\[1\] must have seq_len as"),
+        (lambda: SCAN(START, X[:0]), ValueError, "at least 1"),
     ],
 )
 def test_calls(call: Callable[[], Any], error: type[Exception], message: str) -> None:
@@ -248,7 +284,10 @@ class Pair:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda h: torch.distributions.Normal(h, 1.0), "got Normal; return the parameters"),
+        (
+            lambda h: torch.distributions.Normal(h, 1.0),
+            "got Normal; return the distribution's parameters",
+        ),
         (lambda h: {"a": Pair(h)}, r"\['a'\] must be a tensor, got Pair;.*register_dataclass"),
     ],
 )

@@ -25,9 +25,9 @@ def test_what_is_printed() -> None:
     rnn = fusedrnn.Recurrent(nn.GRUCell(8, 16))
     found = rnn.explain(torch.randn(100, 4, 8))
     assert str(found).splitlines() == [
-        "steps in Python, because FUSEDRNN_COMPILE=0 says so",
-        "chunks of 10 steps: the root of 100: as many states are kept as a chunk has steps",
-        "CUDA graphs: no, not asked to",
+        "steps in Python, because FUSEDRNN_COMPILE is 0",
+        "chunks of 10 steps: sqrt(100), which balances saved states and workspace",
+        "CUDA graphs: no, cuda_graphs is False",
         f"  a plain loop keeps, per step         {found.step_bytes:>16,} bytes",
         "  kept until backward, per step                      26 bytes",
         f"  workspace of backward                {10 * found.step_bytes:>16,} bytes",

@@ -85,9 +85,9 @@ def test_lengths_cannot_be_exported_or_traced() -> None:
     rnn = fusedrnn.Recurrent(nn.GRUCell(H, H))
     named = {"lengths": torch.tensor([2, 4, 1])}
     x = torch.randn(T, B, H)
-    with pytest.raises(RuntimeError, match="fusedrnn: lengths cannot be exported"):
+    with pytest.raises(RuntimeError, match="fusedrnn: a call with lengths cannot be exported"):
         torch.export.export(rnn, (x,), named, strict=False)
-    with pytest.raises(RuntimeError, match="fusedrnn: lengths cannot be exported or traced"):
+    with pytest.raises(RuntimeError, match="with lengths cannot be exported or traced"):
         torch.jit.trace(rnn, example_kwarg_inputs={"input": x, **named})
 
 

@@ -51,7 +51,7 @@ def test_second_derivatives() -> None:
         first = torch.autograd.grad(loss_of(*results), leaves, create_graph=True)
         return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
 
-    with pytest.warns(UserWarning, match="take a plain loop over the steps"):
+    with pytest.warns(UserWarning, match="run as a plain loop over the steps"):
         mine = second(rnn(x, start(), generator=generator()))
     torch.testing.assert_close(mine, second(plain_loop(cell, x, start())), rtol=1e-10, atol=1e-10)
 

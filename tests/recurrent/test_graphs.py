@@ -189,7 +189,10 @@ WAITS = "waits for the values of a tensor"
         (lambda c, x, h: h + x + x[x > 0].sum(), WAITS),
         (lambda c, x, h: (h + x).index_put((x > 0,), x.mean()), WAITS),
         (lambda c, x, h: h + x + torch.linalg.inv(x.mT @ x + torch.eye(H)).sum(), "linalg"),
-        (lambda c, x, h: h + x * torch.randint(2, x.shape), "draws random numbers in a way"),
+        (
+            lambda c, x, h: h + x * torch.randint(2, x.shape),
+            "random numbers that a CUDA graph cannot",
+        ),
         (lambda c, x, h: h + torch.distributions.Normal(x, 1.0, True).rsample(), WAITS),
         (lambda c, x, h: c.norm(x + h), "changes a buffer"),
     ],
@@ -228,7 +231,7 @@ def test_a_step_that_changes_its_mind(recorder: type[Repeated]) -> None:
     with torch.no_grad():
         rnn(x, torch.zeros(3, H))
         count.value = -1
-        with pytest.warns(UserWarning, match="the step draws other numbers"):
+        with pytest.warns(UserWarning, match="must draw random numbers by the same functions"):
             rnn(x, torch.zeros(3, H))
 
 

@@ -134,7 +134,7 @@ def test_errors_of_the_step(
 def test_gradients_that_wait(function: Any, recorder: type[Failing]) -> None:
     """They are tried as well, unless there are none."""
     rnn, x = fusedrnn.Recurrent(By(function), cuda_graphs=True), double(16, 3, H)
-    reason = "the step waits for the values of a tensor in backward, in "
+    reason = "backward of the step waits for the values of a tensor, in "
     assert reason in rnn.explain(x, START).record_reason
     for _ in range(2):
         rnn(x, START)[0].sum().backward()

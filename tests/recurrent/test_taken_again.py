@@ -82,7 +82,7 @@ def test_rounding_under_autocast() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         train()
-    with pytest.raises(RuntimeError, match="another state than in forward"):
+    with pytest.raises(RuntimeError, match=r"a different state\."):
         train()
 
 
@@ -127,7 +127,7 @@ def test_outputs_that_do_not_come_again(returns: bool, change: Any) -> None:
 
     _, y = fusedrnn.scan(step, ZEROS, double(T, B, H), return_sequence=returns)
     is_again.value = True
-    with pytest.raises(RuntimeError, match="the steps give another output than in forward"):
+    with pytest.raises(RuntimeError, match="gave a different output"):
         y[..., :H].sum().backward()
 
 
@@ -139,7 +139,7 @@ def test_a_state_that_is_no_longer_infinite() -> None:
 
     _, y = fusedrnn.scan(step, (ZEROS, ZEROS), torch.randn(T, B, H, dtype=F64))
     held.value = 3.0
-    with pytest.raises(RuntimeError, match=r"another state\[1\] than in forward"):
+    with pytest.raises(RuntimeError, match=r"a different state\[1\]\."):
         y.sum().backward()
 
 

@@ -229,7 +229,10 @@ def test_a_gradient_of_what_is_kept_is_an_error(change: Any, start: Any, of: Any
     cell.start()
     output, _ = fusedrnn.Recurrent(cell)(x, h)
     torch.autograd.grad(output.sum(), cell.linear.weight, retain_graph=True)
-    loss, what = output.sum() + of(cell.kept), "what a step keeps in the attribute 'kept' of Cell"
+    loss, what = (
+        output.sum() + of(cell.kept),
+        "a tensor that the step keeps in the attribute 'kept' of Cell",
+    )
     with pytest.raises(RuntimeError, match=what):
         torch.autograd.grad(loss, cell.linear.weight, retain_graph=True)
     with pytest.raises(RuntimeError, match=what):
@@ -292,8 +295,8 @@ LEARNED = "cell.kept = 0.9 * cell.kept + h.mean(0); h = h + cell.kept"
     ("change", "message"),
     [
         (WRITTEN, "the tensor in the attribute 'mean' of Cell in place"),
-        (WRITTEN_LATE, "changes the buffer kept after the first step"),
-        (LEARNED, "gives the buffer kept a gradient"),
+        (WRITTEN_LATE, "changes the buffer kept in a later step"),
+        (LEARNED, "a tensor with gradient into the buffer kept"),
     ],
 )
 def test_errors(change: str, message: str) -> None:
