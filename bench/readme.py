@@ -202,6 +202,12 @@ def between(text: str, name: str) -> str:
     return _split(text, name)[1]
 
 
+def replaced(text: str, name: str, block: str) -> str:
+    """A document with another block between its markers."""
+    before, _, after = _split(text, name)
+    return before + block + after
+
+
 def _split(text: str, name: str) -> tuple[str, str, str]:
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, rest = text.split(begin)
@@ -292,8 +298,7 @@ def main() -> None:
     for name, (make, document) in DOCUMENTS.items():
         text = make(RESULTS)
         (RESULTS / f"{name}.md").write_text(text)
-        before, _, after = _split(document.read_text(), name)
-        document.write_text(before + text + after)
+        document.write_text(replaced(document.read_text(), name, text))
 
 
 if __name__ == "__main__":

@@ -252,6 +252,24 @@ FUSEDRNN_HD F tanh(F x) {
   return tanh(x, derivative);
 }
 
+namespace detail {
+
+// x = 2^n (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)), for positive normal numbers. Returns log(1 +
+// f).
+template <class F>
+FUSEDRNN_HD F log_parts(F x, F& n) {
+  using T = Traits<F>;
+  const auto ix = T::bits(x) - 0x3f3504f3u;
+  n = T::from_int((typename T::Int)ix >> 23);
+  const F f = T::from_bits(T::bits(x) - (ix & 0xff800000u)) - 1.0f;
+  // f + f^2 (-1/2 + f p(f)), relative error below 6e-9.
+  const F p = horner(f, -0.5f, 0x1.55554ap-2f, -0x1.00021ep-2f, 0x1.99a5a6p-3f, -0x1.5478fcp-3f,
+                     0x1.226d90p-3f, -0x1.0cdc4cp-3f, 0x1.07d356p-3f, -0x1.42065ap-4f);
+  return (f * f) * p + f;
+}
+
+}  // namespace detail
+
 // Within 1 ulp, for positive normal numbers; log(1) is exactly 0. In float anything else (0,
 // negative, denormal, inf, NaN) gives a meaningless number.
 template <class F>
@@ -259,17 +277,9 @@ FUSEDRNN_HD F log(F x) {
   if constexpr (std::is_same_v<F, double>) {
     return ::log(x);
   } else {
-    using T = Traits<F>;
-    // x = 2^n (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)).
-    const auto ix = T::bits(x) - 0x3f3504f3u;
-    const F n = T::from_int((typename T::Int)ix >> 23);
-    const F f = T::from_bits(T::bits(x) - (ix & 0xff800000u)) - 1.0f;
-    // log(1 + f) = f + f^2 (-1/2 + f p(f)), relative error below 6e-9.
-    const F p =
-        detail::horner(f, -0.5f, 0x1.55554ap-2f, -0x1.00021ep-2f, 0x1.99a5a6p-3f, -0x1.5478fcp-3f,
-                       0x1.226d90p-3f, -0x1.0cdc4cp-3f, 0x1.07d356p-3f, -0x1.42065ap-4f);
-    const F log1pf = (f * f) * p + f;
-    return (log1pf + n * detail::kLn2Lo) + n * detail::kLn2Hi;
+    F n;
+    const F part = detail::log_parts(x, n);
+    return (part + n * detail::kLn2Lo) + n * detail::kLn2Hi;
   }
 }
 

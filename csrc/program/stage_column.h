@@ -2,7 +2,7 @@
 // drawn, and results or gradients are stored, or handed to whoever sums up a group of columns.
 #pragma once
 #include "../base/philox.h"
-#include "functions.h"
+#include "rare_functions.h"
 #include "stage_parts.h"
 
 namespace fusedrnn::program::gpu {

@@ -17,7 +17,7 @@
 //
 // Longer than 350 lines, because blocks, sources and sinks are one loop.
 #pragma once
-#include "functions.h"
+#include "rare_functions.h"
 #include "stage_vectors.h"
 
 namespace fusedrnn::program {

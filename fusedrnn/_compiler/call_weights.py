@@ -188,10 +188,15 @@ class _Computation:
         values[node] = target(*args, **options)
 
 
+_UNDER_AUTOGRAD = {
+    "fusedrnn_step.stop.default": torch.ops.aten.detach.default,
+    "fusedrnn_step.kept.default": torch.ops.aten.clone.default,
+}
+"""What has the derivatives of operations that are only for steps."""
+
+
 def _target(node: fx.Node) -> Any:
-    if getattr(node.target, "overloadpacket", None) is torch.ops.fusedrnn_step.stop:
-        return torch.ops.aten.detach.default
-    return node.target
+    return _UNDER_AUTOGRAD.get(str(node.target), node.target)
 
 
 def _options(node: fx.Node, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import cumulative
+from .operations import WHOLE
+
 aten = torch.ops.aten
 
 
@@ -136,11 +139,6 @@ def _var_mean(
     return _var(x, dims, correction=correction, keepdim=keepdim), x.mean(dims, keepdim=keepdim)
 
 
-def _sinh(x: Tensor) -> Tensor:
-    less = torch.expm1(x)  # without cancellation near 0
-    return 0.5 * (less + less / (less + 1))
-
-
 _SIXTH = 0.1666666716337204
 """As torch has it in every dtype: that of float32."""
 
@@ -183,28 +181,91 @@ def _std_mean(
 def _vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    if ord not in (1, 2) or dtype is not None:
+    if dtype is not None:
         return NotImplemented
-    dims = _dims(x, dim)
+    dims, size = _dims(x, dim), torch.abs(x)
+    if ord == 0:
+        return (x != 0.0).to(x.dtype).sum(dims, keepdim=keepdim)
     if ord == 1:
-        return torch.abs(x).sum(dims, keepdim=keepdim)
-    return _root((x * x).sum(dims, keepdim=keepdim))
+        return size.sum(dims, keepdim=keepdim)
+    if ord == 2:
+        return _root((x * x).sum(dims, keepdim=keepdim))
+    if math.isinf(ord):
+        return (torch.amax if ord > 0 else torch.amin)(size, dims, keepdim=keepdim)
+    if ord < 0:
+        return NotImplemented
+    # Where a number or all of them are 0, the derivative is 0.
+    is_zero = size == 0.0
+    powers = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, size) ** ord)
+    total = powers.sum(dims, keepdim=keepdim)
+    is_zero = total == 0.0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, total) ** (1 / ord))
 
 
-_WHOLE = """elu celu leaky_relu silu hardtanh hardsigmoid hardswish gelu softplus xlogy softshrink
-hardshrink threshold sinc smooth_l1_loss huber_loss mse_loss tan sinh cosh"""
-WHOLE = frozenset(getattr(aten, name) for name in _WHOLE.split())
-"""Elementwise operations that stay whole until their derivative is taken: torch's own derivative is
-right where that of their parts is not, at limits and where a part overflows."""
+def _remainder(x: Tensor, y: Any) -> Tensor:
+    """With the sign of y."""
+    rest = torch.fmod(x, y)
+    return torch.where(_is_of_other_sign(rest, y), rest + y, rest)
+
+
+def _is_of_other_sign(x: Tensor, y: Any) -> Tensor:
+    """Than y, and not 0."""
+    if isinstance(y, Tensor):
+        return ((x > 0) & (y < 0)) | ((x < 0) & (y > 0))
+    return x > 0 if y < 0 else x < 0
+
+
+def _quotient(x: Tensor, y: Any, rounding_mode: str | None = None) -> Tensor:
+    """As torch rounds it. It has no derivative, see :func:`in_traces`."""
+    quotient = x / y
+    if rounding_mode is None:
+        return quotient
+    if rounding_mode == "trunc":
+        return torch.trunc(quotient)
+    # By the remainder, as Python does: 1 // 0.1 is 9.
+    rest = torch.fmod(x, y)
+    exact = (x - rest) / y
+    exact = torch.where(_is_of_other_sign(rest, y), exact - 1, exact)
+    below = torch.floor(exact)
+    found = torch.where(exact - below > 0.5, below + 1, below)
+    found = torch.where(exact == 0, 0.0 * quotient, found)
+    if isinstance(y, Tensor):
+        return torch.where(y == 0, quotient, found)
+    return quotient if y == 0 else found
+
+
+def _round(x: Tensor, *, decimals: int) -> Tensor:
+    scale = float(10 ** abs(decimals))
+    return torch.round(x * scale) / scale if decimals >= 0 else torch.round(x / scale) * scale
+
+
+def _padded(x: Tensor, pad: Sequence[int], value: float = 0.0) -> Tensor:
+    """Pads come in pairs, those of the last dimension first; negative ones take away."""
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.dim() - 1 - i
+        first, last = max(-before, 0), x.shape[dim] - max(-after, 0)
+        x = x.narrow(dim, first, last - first)
+        # As the rows of one number, of which any batch has as many as it needs.
+        ends = [
+            x.new_full([1] * x.dim(), value).expand([*x.shape[:dim], n, *x.shape[dim + 1 :]])
+            for n in (max(before, 0), max(after, 0))
+        ]
+        x = torch.cat([ends[0], x, ends[1]], dim)
+    return x
 
 
 def in_traces() -> dict[Any, Callable[..., Any]]:
     """Those that a step is traced with."""
-    return {
+    table = {
         overload: function
         for overload, function in decompositions().items()
         if getattr(overload, "overloadpacket", None) not in WHOLE
     }
+    for overload in (aten.div.Tensor_mode, aten.div.Scalar_mode):
+        table[overload] = lambda x, y, rounding_mode=None: (
+            _quotient(x, y) if rounding_mode is None else _stopped(_quotient(x, y, rounding_mode))
+        )
+    return table
 
 
 @functools.cache
@@ -259,9 +320,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.std.correction: _std,
         aten.std_mean.correction: _std_mean,
         aten.tan.default: lambda x: torch.sin(x) / torch.cos(x),
-        aten.sinh.default: _sinh,
-        aten.cosh.default: lambda x: 0.5 * (torch.exp(x) + torch.exp(-x)),
         aten.linalg_vector_norm.default: _vector_norm,
+        aten.div.Tensor_mode: _quotient,
+        aten.div.Scalar_mode: _quotient,
+        aten.remainder.Tensor: _remainder,
+        aten.remainder.Scalar: _remainder,
+        aten.round.decimals: _round,
+        aten.constant_pad_nd.default: _padded,
+        aten.cumsum.default: cumulative.cumsum,
+        aten.cumprod.default: cumulative.cumprod,
+        aten.prod.default: cumulative.prod,
+        aten.prod.dim_int: cumulative.prod,
     }
     if hasattr(aten, "_fused_rms_norm"):
         own[aten._fused_rms_norm.default] = _rms_norm

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from .._front.flat_step import stop
 from .._front.refusals import CannotCompile
-from .columns import packet_of, packets
+from . import operations
+from .columns import packet_of
 from .decompositions import decompositions
 from .expressions import Expression
 from .make_graph import make_graph
@@ -22,8 +23,6 @@ from .program import Out, Program
 from .step_plan import PlannedStage, PlannedValue, StepPlan
 
 aten = torch.ops.aten
-
-_CHOICES = packets("gt lt ge le eq ne sign sgn floor ceil round trunc frac")
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Derived:
     def has_choices(self) -> bool:
         """Whether a result or a derivative jumps where a number changes a little."""
         return any(
-            packet_of(node) in _CHOICES
+            operations.of(node.target).jumps
             for module in (self.forward, self.backward)
             for node in module.graph.nodes
         )
@@ -145,15 +144,12 @@ def _operation(e: Expression, known: dict[int, Any]) -> Any:
     return e.target(*args, **dict(e.kwargs))
 
 
-_SHAPES = packets("expand view _unsafe_view reshape sum_to_size")
-
-
 def _simplified(module: fx.GraphModule) -> Operations:
     """Without what is computed twice, and without shapes, which single numbers do not have."""
     from torch._functorch.compile_utils import fx_graph_cse
 
     for node in list(module.graph.nodes):
-        if packet_of(node) in _SHAPES:
+        if packet_of(node) in operations.SHAPES:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     graph = fx_graph_cse(module.graph)

@@ -3,7 +3,7 @@
 Nothing of the user's enters the text but the numbers of the step: names are counted, and constants
 are printed from Python's floats.
 
-Longer than 350 lines, because it is one table of operations.
+Longer than 350 lines, because operations that are printed by their options belong together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from .._front.refusals import CannotCompile
-from .columns import packet_of, packets
+from . import operations
+from .columns import packet_of
 from .compiled_step import Generated
 from .derive import Derived, DerivedPlan
 from .operation_graph import Operations
@@ -151,47 +152,6 @@ def _stage(number: int, stage: PlannedStage, plan: StepPlan, derived: Derived) -
     )
 
 
-_MASKS = {
-    aten.gt: ">",
-    aten.lt: "<",
-    aten.ge: ">=",
-    aten.le: "<=",
-    aten.eq: "==",
-    aten.ne: "!=",
-}
-_FUNCTIONS = {
-    packet: f"math::{packet.__name__}"
-    for packet in packets(
-        "exp sqrt log log1p expm1 sin cos erf floor ceil round trunc rsqrt abs sign"
-    )
-}
-_FUNCTIONS |= {aten.sgn: "math::sign", aten.minimum: "math::min2", aten.maximum: "math::max2"}
-_OF_MASKS = {
-    packet: template
-    for names, template in {
-        "logical_and bitwise_and": "mask_and({}, {})",
-        "logical_or bitwise_or": "mask_or({}, {})",
-        "logical_xor bitwise_xor": "mask_and(mask_or({0}, {1}), mask_not(mask_and({0}, {1})))",
-        "logical_not bitwise_not": "mask_not({})",
-    }.items()
-    for packet in packets(names)
-}
-_TEMPLATES = {
-    aten.mul: "{} * {}",
-    aten.neg: "-{}",
-    aten.reciprocal: "1.0f / {}",
-    aten.square: "{0} * {0}",
-    aten.relu: "math::max(A({}), 0.0f)",
-    aten.frac: "{0} - math::trunc(A({0}))",
-    aten.xlogy: "math::select(A({0}) == A{{}}, A{{}}, A(A({0}) * math::log(A({1}))))",
-}
-_SAME = packets("clone detach alias lift_fresh lift_fresh_copy expand view _unsafe_view")
-_FILLED = packets("full full_like scalar_tensor")
-# An empty one is there for its shape, and full_like gives it a number.
-_ZEROS = packets("zeros_like zeros new_zeros empty_permuted")
-_ONES = packets("ones_like ones new_ones")
-
-
 class _Printer:
     """Prints a graph of numbers as statements."""
 
@@ -259,30 +219,24 @@ class _Printer:
 
     def _node(self, node: fx.Node) -> None:
         op, args = packet_of(node), list(node.args)
-        if op in _FILLED:
+        row = operations.of(op)
+        if op in operations.FULL:
             number = args[0] if op is aten.scalar_tensor else args[1]
             known = self._known(number)
             if known is None:
                 self._text[node] = self._value(number)
             else:
                 self._constants[node] = known
-        elif op in _ZEROS or op in _ONES:
-            self._constants[node] = float(op in _ONES)
-        elif op in _SAME:
+        elif op in operations.ZEROS or op in operations.ONES or op in operations.EMPTY:
+            self._constants[node] = float(op in operations.ONES)
+        elif op in operations.COPIES:
             self._same(node, args[0])
         elif op is aten._to_copy:
             self._cast(node, node.all_input_nodes[0])
         elif op in (aten.mul, aten.add) and self._is_neutral(node, op, args):
             pass
-        elif op in _MASKS:
-            self._set(node, f"{self._paren(args[0])} {_MASKS[op]} {self._paren(args[1])}", True)
-        elif op in _OF_MASKS:
-            self._set(node, _OF_MASKS[op].format(*map(self._mask, args)), True)
-        elif op is aten.isnan:
-            x = self._value(args[0])
-            self._set(node, f"A({x}) != A({x})", True)
-        elif op is aten.isinf:
-            self._set(node, f"math::abs(A({self._value(args[0])})) == number<A>(HUGE_VAL)", True)
+        elif row.cpp:
+            self._set(node, self._filled(row.cpp, args), row.mask)
         elif op in (aten.sigmoid, aten.tanh):
             self._gate(node, op, args[0])
         else:
@@ -330,9 +284,14 @@ class _Printer:
         self._text[node], self._partners[node] = own, partner
         return None
 
+    def _filled(self, template: str, args: list[Any]) -> str:
+        """The C++ of a row."""
+        masks = {f"m{i}": self._mask(a) for i, a in enumerate(args)} if "{m" in template else {}
+        return template.format(*map(self._value, args), **masks)
+
     def _arithmetic(self, node: fx.Node, op: Any, args: list[Any]) -> str:
         options = {name: value for name, value in node.kwargs.items() if value is not None}
-        if options.keys() - {"alpha", "rounding_mode", "approximate"}:
+        if options.keys() - {"alpha", "approximate"}:
             raise CannotCompile(f"{op} is called with {', '.join(options)}")
         v = [self._value(a) for a in args if isinstance(a, fx.Node | int | float)]
         alpha = node.kwargs.get("alpha", 1)
@@ -355,13 +314,7 @@ class _Printer:
                 return self._partners[part]
             return f"{v[a]} - {scaled(v[b])}"
         if op is aten.div:
-            mode = node.kwargs.get("rounding_mode")
-            if mode is not None:
-                return f"math::{mode}(A({v[0]} / {v[1]}))"
             return f"{v[0]} / {v[1]}"
-        if op is aten.where:
-            mask, a, b = args
-            return f"math::select({self._mask(mask)}, {self._paren(a)}, {self._paren(b)})"
         if op in (aten.clamp, aten.hardtanh, aten.clamp_min, aten.clamp_max):
             return self._clamp(op, args)
         if op is aten.pow:
@@ -371,11 +324,6 @@ class _Printer:
             return f"{v[0]} * ({v[1]} * {other})"
         if op is aten.tanh_backward:
             return f"{v[0]} * {self._partners.get(args[1], f'(1.0f - {v[1]} * {v[1]})')}"
-        if op in _TEMPLATES:
-            return _TEMPLATES[op].format(*v)
-        if op in _FUNCTIONS:
-            given = ", ".join(f"A({x})" for x in v)
-            return f"{_FUNCTIONS[op]}({given})"
         raise CannotCompile(f"{op} is not a supported elementwise operation")
 
     def _clamp(self, op: Any, args: list[Any]) -> str:

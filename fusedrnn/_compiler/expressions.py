@@ -131,6 +131,8 @@ class Expressions:
         self._known: dict[Any, Expression] = {}
         self.products: dict[Any, Product] = {}
         self.reductions: dict[Any, Reduction] = {}
+        self.ties: set[int] = set()
+        """Comparisons, by id, of which either result is right."""
 
     def __iter__(self) -> Iterator[Expression]:
         return iter(self._known.values())

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._front.flat_step import ROWS, draw, stop
+from .._front.flat_step import ROWS, draw, kept, stop
 from .._front.refusals import CannotCompile
 from .._step.sequence_call import Names
+from . import operations
 from .columns import (
     COLUMN,
     MOST_PIECES,
@@ -34,7 +35,6 @@ from .columns import (
     name_of,
     node_of,
     packet_of,
-    packets,
     place_of,
     ranks,
     refusal,
@@ -42,59 +42,14 @@ from .columns import (
     rows_in_order,
     spans_of,
 )
-from .decompositions import WHOLE
 from .expressions import Expression, Expressions, WeightBlock
+from .operations import COMPARISONS, FILLED, MOVES, POINTWISE, REDUCTIONS
 from .trace import Traced
 
 aten = torch.ops.aten
 
-POINTWISE = WHOLE | packets(
-    """
-    add sub rsub mul div neg sigmoid tanh exp log log1p expm1 sqrt rsqrt reciprocal relu abs
-    pow where gt lt ge le eq ne minimum maximum clamp clamp_min clamp_max sign sgn square sin
-    cos logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or
-    bitwise_xor erf floor ceil round trunc frac isnan isinf xlogy
-    """
-)
-_OPTIONS = {"alpha", "approximate", "rounding_mode"}
+_OPTIONS = {"alpha", "approximate"}
 """Of elementwise operations, by keyword."""
-MOVES = packets(
-    """
-    view _unsafe_view reshape expand permute transpose t unsqueeze squeeze slice select cat
-    stack split split_with_sizes unbind flip roll clone alias lift_fresh lift_fresh_copy
-    contiguous chunk unsafe_split unsafe_chunk unsafe_split_with_sizes expand_copy view_copy
-    slice_copy select_copy permute_copy transpose_copy t_copy unsqueeze_copy squeeze_copy
-    split_copy split_with_sizes_copy unbind_copy alias_copy repeat index index_select movedim
-    narrow unfold diagonal diagonal_copy unfold_copy constant_pad_nd repeat_interleave tile
-    copy slice_scatter select_scatter diagonal_scatter index_put
-    """
-)
-_REDUCTIONS = {
-    aten.sum: "sum",
-    aten.mean: "mean",
-    aten.amax: "max",
-    aten.amin: "min",
-    aten.argmax: "argmax",
-    aten.argmin: "argmin",
-    aten.max: "max with place",
-    aten.min: "min with place",
-    aten.any: "any",
-    aten.all: "all",
-}
-
-_FILLED = packets(
-    """
-    full full_like zeros zeros_like ones ones_like new_zeros new_ones new_full arange
-    scalar_tensor eye
-    """
-)
-
-
-_COMPARISONS = packets("eq ne ge le gt lt")
-_SAME_ROUNDINGS = packets(
-    "add sub rsub neg mul where clone detach abs maximum minimum _to_copy square"
-) | {stop}
-"""Operations that a step may undo, or do on both sides of a comparison."""
 
 
 def _is_largest(e: Expression) -> bool:
@@ -118,7 +73,7 @@ def _is_largest(e: Expression) -> bool:
                 return True
         elif one.kind == "value":
             left.append(one.at[0])
-        elif one.kind == "op" and one.packet in _SAME_ROUNDINGS:
+        elif one.kind == "op" and not operations.of(one.target).costly:
             left += one.operands
     return False
 
@@ -229,7 +184,7 @@ class Lowered:
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
                     raise refusal(node, "draws random numbers that backward cannot draw again")
-                if packet_of(node) in _FILLED:  # of an input they read only the shape
+                if packet_of(node) in FILLED:  # of an input they read only the shape
                     self.kinds[node] = "number"
                     continue
                 kinds = {self.kinds[one] for one in node.all_input_nodes}
@@ -241,7 +196,8 @@ class Lowered:
         """Refuses comparisons to a largest number, which is equal to one of those it is of: their
         roundings in backward, and in 16 bits in forward too, may be others."""
         for e in self.expressions:
-            if e.kind != "op" or e.packet not in _COMPARISONS:
+            is_tie = id(e) in self.expressions.ties
+            if is_tie or e.kind != "op" or e.packet not in COMPARISONS:
                 continue
             if any(map(_is_largest, e.operands)):
                 where = place_of(e.node) if e.node is not None else ""
@@ -278,8 +234,6 @@ class Lowered:
         places = indices.get(packet_of(node), ())
         args = [codes(arg, i in places) for i, arg in enumerate(node.args)]
         kwargs = {name: arg for name, arg in node.kwargs.items() if name != "memory_format"}
-        if packet_of(node) is aten.constant_pad_nd:
-            raise refusal(node, "is not supported")
         try:
             if packet_of(node) in (aten.view, aten._unsafe_view):  # the codes have other strides
                 return args[0].reshape(args[1])
@@ -315,11 +269,11 @@ class Lowered:
         if value.is_complex() or value.is_sparse or value.is_nested:
             raise refusal(node, f"makes a tensor of {value.dtype}")
         packet = packet_of(node)
-        if packet in POINTWISE or packet in (stop, aten.detach, aten._to_copy):
+        if packet in POINTWISE or packet in (stop, kept, aten.detach, aten._to_copy):
             return self._pointwise(node, value)
         if node.target is operator.getitem:
             return self._reduction(node.args[0], value, node.args[1])  # type: ignore[arg-type]
-        if packet in _REDUCTIONS:
+        if packet in REDUCTIONS:
             return self._reduction(node, value, 0)
         if packet in (aten.mm, aten.addmm, aten.bmm):
             return self._product(node, value)
@@ -335,9 +289,8 @@ class Lowered:
 
     def _pointwise(self, node: fx.Node, value: Tensor) -> Tensor:
         for name, option in node.kwargs.items():
-            # torch corrects a floored quotient, as Python does: 1 // 0.1 is 9.
             is_known = name in _OPTIONS or packet_of(node) not in POINTWISE
-            if option == "floor" or not (option is None or is_known):
+            if not (option is None or is_known):
                 raise refusal(node, f"is called with {name}={option!r}")
         shapes = [self.value(arg).shape for arg in node.args if isinstance(arg, fx.Node)]
         if _broadcast(shapes) != value.shape:  # as losses have it that are summed up
@@ -404,7 +357,7 @@ class Lowered:
 
     def _reduction(self, node: fx.Node, value: Tensor, which: int) -> Tensor:
         packet = packet_of(node)
-        kind = _REDUCTIONS.get(packet)
+        kind = REDUCTIONS.get(packet)
         source = node.args[0]
         if kind is None or not isinstance(source, fx.Node):
             raise refusal(node, "is not supported")
@@ -571,7 +524,7 @@ class Lowered:
         self.codes(node)  # fills in what it reads
         if packet in (aten.mm, aten.addmm, aten.bmm):
             return self._demand_product(node, start, width)
-        if packet in _REDUCTIONS or node.target is operator.getitem:
+        if packet in REDUCTIONS or node.target is operator.getitem:
             return self._demand_reduced(node, start, width)
         return self._demand_pointwise(node, start, width)
 
@@ -617,6 +570,10 @@ class Lowered:
         packet, is_mask = packet_of(node), value.dtype == torch.bool
         if packet is aten._to_copy:
             return self._cast(node, args[0], value, width)
+        if packet is kept:
+            copy = operation(aten.clone.default, args[0], width=width, node=node)
+            make = self.expressions.make
+            return make("value", at=(copy, 0), width=width, level=copy.level + 1)
         kwargs = tuple(sorted((k, v) for k, v in node.kwargs.items() if v is not None))
         if any(isinstance(v, fx.Node) for v in node.kwargs.values()):
             raise refusal(node, "gets tensors as keyword arguments")
@@ -670,6 +627,11 @@ class Lowered:
         if kind in ("any", "all"):
             raise refusal(node, "reduces columns that different operations compute")
         if kind in ("max", "min"):
+            if not self._has_no_derivative(node):
+                raise CannotCompile(
+                    f"{name_of(node)} shares its derivative between equal numbers of columns that "
+                    f"are computed apart{place_of(node)}; torch.max(x, dim).values does not"
+                )
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
             found = best[0]
@@ -711,14 +673,61 @@ class Lowered:
             zeros = x.constant(0.0, e.width)
             only = operation(aten.where.self, here, e, zeros, width=e.width, node=node)
             return x.reduced("sum", only, size)
-        if all(packet_of(user) is stop for user in node.users):
+        if self._has_no_derivative(node):
             return x.reduced("max", e, size)
-        # A sum that backward makes again may differ from forward's in its last bit, and is then
-        # not equal to the largest number that forward has found.
-        raise CannotCompile(
-            f"{name_of(node)} splits its gradient between equal maxima, which backward may not "
-            f"find again after rounding{place_of(node)}; use torch.max(x, dim).values"
+        return self._largest(e, size, node)
+
+    @staticmethod
+    def _has_no_derivative(node: fx.Node) -> bool:
+        return all(packet_of(user) is stop for user in node.users)
+
+    def _largest(self, e: Expression, size: int, node: fx.Node) -> Expression:
+        """That of each group, with a derivative that equal numbers share.
+
+        Backward finds these by the number that it has made again itself. Where that is not in its
+        group, because of another rounding, the first of the largest numbers has all.
+        """
+        x, operation = self.expressions, self.expressions.operation
+        found = self._reduced("max with place", e, size, node)
+        width, zeros = e.width, x.constant(0.0, e.width)
+        place = x.lift(x.reduced("argmax", e, size), size)
+
+        def equal(a: Expression, b: Expression) -> Expression:
+            return operation(aten.eq.Tensor, a, b, width=width, is_mask=True, node=node)
+
+        tie = equal(e, x.lift(found, size))
+        x.ties.add(id(tie))
+        ties = operation(
+            aten.logical_or.default,
+            equal(self._places(width, size), place),
+            tie,
+            width=width,
+            is_mask=True,
+            node=node,
         )
+        count = x.reduced("sum", self._number(ties), size)
+        equals = operation(aten.where.self, ties, e, zeros, width=width, node=node)
+        # Its numbers are 0, and its derivatives are 1 each.
+        nothing = operation(
+            aten.sub.Tensor,
+            equals,
+            operation(stop.default, equals, width=width),
+            width=width,
+            node=node,
+        )
+        width //= size
+        share = operation(
+            aten.div.Tensor, x.reduced("sum", nothing, size), count, width=width, node=node
+        )
+        made = operation(
+            aten.add.Tensor,
+            operation(stop.default, found, width=width),
+            share,
+            width=width,
+            node=node,
+        )
+        is_infinite = operation(aten.isinf.default, found, width=width, is_mask=True, node=node)
+        return operation(aten.where.self, is_infinite, found, made, width=width, node=node)
 
     def _places(self, width: int, size: int) -> Expression:
         return self.expressions.make("index", at=(0,), width=width, group=size, level=0)

@@ -20,30 +20,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .._front.flat_step import stop
 from .._front.refusals import CannotCompile
-from .columns import packets, place_of
+from . import operations
+from .columns import place_of
 from .expressions import Expression
 from .step_plan import PlannedStage, PlannedValue, StepPlan
 
 aten = torch.ops.aten
 
-_DIFFERENCES = packets("add sub rsub smooth_l1_loss huber_loss mse_loss")
-_JUMPS = packets(
-    """
-    eq ne lt le gt ge minimum maximum floor ceil round trunc frac sign sgn smooth_l1_loss huber_loss
-    """
-)
-"""However what is kept and what it is made of come together in them."""
-_SMOOTH = packets(
-    """
-    add sub rsub mul neg sigmoid tanh exp expm1 where square sin cos logical_not logical_and
-    logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor erf silu gelu softplus
-    isnan isinf mse_loss clone detach _to_copy
-    """
-) | {stop}
-"""Others have no difference of what is kept and what it is made of as an operand."""
-_POLES = packets("sqrt rsqrt log reciprocal")
 _LEAST_SHIFT = 1e-6
 """A number to which this much is added is far from a pole, as in the eps of norms."""
 
@@ -190,12 +174,12 @@ class _Roundings:
         has_difference, has_ratio = found.has_difference, found.has_ratio
         if e.packet is aten.exp:  # near 1, where no pole is
             has_difference, has_ratio = False, has_ratio or has_difference
-        elif e.packet in _DIFFERENCES:  # also with the number that a ratio is near to
-            has_difference = has_difference or has_ratio or are_related
         elif e.packet is aten.log:
             has_difference, has_ratio = has_difference or has_ratio, False
         elif e.packet is aten.div:
             has_ratio = has_ratio or are_related
+        elif not operations.of(e.target).apart:  # also of the number that a ratio is near to
+            has_difference = has_difference or has_ratio or are_related
         return replace(found, has_difference=has_difference, has_ratio=has_ratio)
 
     def _of_array(self, e: Expression) -> _Facts:
@@ -254,14 +238,17 @@ class _Roundings:
             return e.at[0].kind == "argmax" and facts.has_difference
         if e.kind != "op" or self._handed(e, stage) is not None:
             return False
-        if e.packet in _JUMPS and self._is_related(facts, facts):
+        row = operations.of(e.target)
+        if id(e) in self._plan.lowered.expressions.ties:
+            return False
+        if row.meets and self._is_related(facts, facts):
             return True
-        if e.packet in _SMOOTH or (e.packet is aten.pow and e.args[1] in (1, 2, 3)):
+        if row.smooth or (e.packet is aten.pow and e.args[1] in (1, 2, 3)):
             return False
         operands = e.operands
         if e.packet is aten.div and isinstance(e.args[0], Expression):
             operands = operands[1:]
-        has_pole = e.packet in _POLES or e.packet is aten.div
+        has_pole = row.pole or e.packet is aten.div
         for a in operands:
             facts = self._facts[id(a), stage.key]
             if facts.has_ratio and not has_pole:

@@ -17,18 +17,15 @@ import torch
 
 from .._front.flat_step import ROWS
 from .._front.refusals import CannotCompile
+from . import operations
 from . import program as form
-from .columns import name_of, packets, place_of
-from .decompositions import WHOLE
+from .columns import name_of, place_of
 from .expressions import Array, Expression, Product, Reduction, below, within
 from .lower import Lowered
 from .program import Carry, In, Operand, OperandSource, Out, Phase, Program, StageInput, StageOutput
 
 aten = torch.ops.aten
 
-_COSTLY = WHOLE | packets(
-    "sigmoid tanh exp log log1p expm1 sqrt rsqrt div reciprocal erf sin cos pow"
-)
 MOST_INPUTS, MOST_RESULTS = 32, 16
 """Of a stage: csrc/program/stage.h has the same numbers."""
 
@@ -428,7 +425,7 @@ class StepPlan:
                 stage.inputs.append(e)
 
     def _is_costly(self, e: Expression) -> bool:
-        return any(one.kind == "op" and one.packet in _COSTLY for one in within(e))
+        return any(one.kind == "op" and operations.of(one.target).costly for one in within(e))
 
     # The program
 

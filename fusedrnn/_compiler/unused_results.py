@@ -21,9 +21,8 @@ from .._front.compile_lock import one_at_a_time
 from .._front.flat_step import stop
 from .._front.refusals import CannotCompile
 from .._step.trees import Leaves
-from . import records
+from . import operations, records
 from .build import kind_of
-from .columns import packets
 from .compiled_step import CompiledStep, Unread
 from .derive import DerivedPlan, derive
 from .emit import emit
@@ -36,17 +35,6 @@ from .trial import Trial
 from .verify import RunLibrary, verify, verify_library
 
 aten = torch.ops.aten
-
-_BOUNDED = packets(
-    """
-    add sub rsub mul neg sigmoid tanh relu abs where gt lt ge le eq ne minimum maximum clamp
-    clamp_min clamp_max sign sgn square sin cos logical_not logical_and logical_or logical_xor
-    bitwise_not bitwise_and bitwise_or bitwise_xor erf floor ceil round trunc frac isnan isinf
-    elu selu celu silu hardtanh relu6 hardsigmoid hardswish gelu softplus softshrink hardshrink
-    threshold sinc smooth_l1_loss huber_loss mse_loss clone detach _to_copy
-    """
-)
-"""Operations whose derivative is finite where their operands are."""
 
 
 def without_unused_results(
@@ -272,7 +260,7 @@ def _needed(roots: Iterable[Expression], known: Container[int]) -> list[Expressi
 
 
 def _is_unbounded(e: Expression) -> bool:
-    if e.kind != "op" or e.packet is stop or e.packet in _BOUNDED:
+    if e.kind != "op" or e.packet is stop or operations.of(e.target).bounded:
         return False
     if e.packet is aten.div:
         divisor = e.args[1]

@@ -30,7 +30,8 @@ _library = torch.library.Library("fusedrnn_step", "DEF")
 _library.define("stop(Tensor x) -> Tensor")
 
 _library.impl("stop", lambda x: x.clone(), "CompositeExplicitAutograd")
-
+_library.define("kept(Tensor x) -> Tensor")
+_library.impl("kept", lambda x: x.clone(), "CompositeExplicitAutograd")
 _library.define("draw(Tensor like, int number, int[] shape, ScalarType dtype) -> Tensor")
 
 _library.impl(
@@ -42,6 +43,8 @@ _library.impl(
 stop = torch.ops.fusedrnn_step.stop
 """The identity, with a derivative of zero."""
 
+kept = torch.ops.fusedrnn_step.kept
+"""The identity, by numbers that a stage makes for others."""
 draw = torch.ops.fusedrnn_step.draw
 """The numbers of a draw of the step."""
 

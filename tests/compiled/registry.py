@@ -163,12 +163,10 @@ CASES = [
     Case("liquid", lambda: published.LiquidTimeConstant(I, H), I),
     Case("RG-LRU", lambda: published.LinearRecurrence(H), H),
     Case("hyper GRU", lambda: published.HyperGRU(I, H, 3), I, compiles=False),
-    Case("ON-LSTM", lambda: published.OrderedNeuronsLSTM(I, H, 2), I, compiles=False),
+    Case("ON-LSTM", lambda: published.OrderedNeuronsLSTM(I, H, 2), I),
     Case("fast weights", lambda: published.FastWeights(I, 3, 2), I, compiles=False),
     Case("convolutional GRU", lambda: published.ConvGRU(1, 2, 2), I, compiles=False),
-    Case(
-        "phased LSTM", lambda: published.PhasedLSTM(I, H), TIMED, is_discrete=True, compiles=False
-    ),
+    Case("phased LSTM", lambda: published.PhasedLSTM(I, H), TIMED, is_discrete=True),
     Case("dropout inside", lambda: written.Dropped(I, H), I, draws=True),
     Case("dropout inside, eval", lambda: written.Dropped(I, H).eval(), I),
     Case("recurrent dropout", lambda: examples.RecurrentDropoutLSTMCell(I, H), I, draws=True),

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from stage_library import EXPORT, compiled, for_set, marked_sets
@@ -14,6 +15,7 @@ from torch import Tensor
 
 OF_ONE_NUMBER = "exp log log1p expm1 sqrt rsqrt sigmoid tanh erf sin cos"
 OF_ONE_NUMBER += " floor ceil round trunc abs sign"
+OF_ONE_NUMBER += " atan asin acos exp2 log2 log10"
 # As printed code calls them, of `a` and `b`; and torch's.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **{
@@ -22,6 +24,12 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     },
     "math::softplus(a)": lambda a, b: torch.nn.functional.softplus(a, threshold=50.0),
     "math::pow(a, b)": torch.pow,
+    # torch's overflow in float64 where results do not.
+    "math::sinh(a)": lambda a, b: torch.from_numpy(np.sinh(a.numpy())),
+    "math::cosh(a)": lambda a, b: torch.from_numpy(np.cosh(a.numpy())),
+    "math::atan2(a, b)": torch.atan2,
+    "math::hypot(a, b)": torch.hypot,
+    "math::fmod(a, b)": torch.fmod,
     "math::min2(a, b)": torch.minimum,
     "math::max2(a, b)": torch.maximum,
     "math::select(a < b, a, A(b + number<A>(0.5)))": lambda a, b: torch.where(a < b, a, b + 0.5),

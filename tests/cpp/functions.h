@@ -1,13 +1,14 @@
-// The functions of one float in csrc/base/math.h, csrc/base/scalar.h and csrc/program/functions.h,
-// each with its exact result and its largest allowed error. Written once for the CPU and for CUDA;
-// the sweeps over all floats, math_sweep.cpp and math_sweep.cu, take the list from here.
+// The functions of one float in csrc/base/math.h, csrc/base/scalar.h, csrc/program/functions.h and
+// rare_functions.h, each with its exact result and its largest allowed error. Written once for the
+// CPU and for CUDA; the sweeps over all floats, math_sweep.cpp and math_sweep.cu, take the list
+// from here.
 #pragma once
 
 #include <cfloat>
 #include <cmath>
 
 #include "../../csrc/base/scalar.h"
-#include "../../csrc/program/functions.h"
+#include "../../csrc/program/rare_functions.h"
 
 namespace fusedrnn::check {
 
@@ -263,6 +264,34 @@ struct OfRsqrt : OfStages {
 };
 FUSEDRNN_FUNCTION(Rsqrt, OfRsqrt, "rsqrt", 2, program::math::rsqrt(x), 1 / ::sqrt(x));
 
+// Those of rare_functions.h.
+FUSEDRNN_FUNCTION(Atan, OfStages, "atan", 1.5, program::math::atan(x), ::atan(x));
+// Of all quotients, with another number of either sign and of both sizes.
+FUSEDRNN_FUNCTION(Atan2, OfStages, "atan2", 1.5, program::math::atan2(x, F{} - 0.75f),
+                  ::atan2(x, -0.75));
+FUSEDRNN_FUNCTION(Atan2Inverse, OfStages, "atan2_inverse", 1.5,
+                  program::math::atan2(F{} + 0.75f, x), ::atan2(0.75, x));
+FUSEDRNN_FUNCTION(Asin, OfStages, "asin", 1.5, program::math::asin(x), ::asin(x));
+FUSEDRNN_FUNCTION(Acos, OfStages, "acos", 1.2, program::math::acos(x), ::acos(x));
+FUSEDRNN_FUNCTION(Sinh, OfStages, "sinh", 1.7, program::math::sinh(x), ::sinh(x));
+FUSEDRNN_FUNCTION(Cosh, OfStages, "cosh", 1.7, program::math::cosh(x), ::cosh(x));
+FUSEDRNN_FUNCTION(Exp2, Function, "exp2", 0.95, program::math::exp2(x), ::exp2(x));
+FUSEDRNN_FUNCTION(Hypot, OfStages, "hypot", 0.51, program::math::hypot(x, F{} + 1.0f),
+                  ::hypot(x, 1.0));
+
+struct OfLog2 : OfLog {
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return OfStages::error(exact, y, exact < -126, -HUGE_VALF);
+  }
+};
+FUSEDRNN_FUNCTION(Log2, OfLog2, "log2", 1.5, program::math::log2(x), ::log2(x));
+struct OfLog10 : OfLog {
+  static FUSEDRNN_HD double error(double exact, float y) {
+    return OfStages::error(exact, y, exact < -37.9297, -HUGE_VALF);
+  }
+};
+FUSEDRNN_FUNCTION(Log10, OfLog10, "log10", 1.6, program::math::log10(x), ::log10(x));
+
 // These are exact; a denormal may count as 0.
 struct OfRounding : Exact {
   static FUSEDRNN_HD bool covers(float x) { return !is_denormal(x); }
@@ -280,6 +309,8 @@ void for_each_function(Visit visit) {
   visit(Narrow<BFloat16>{}), visit(Narrow<Half>{});
   visit(LogOfAll{}), visit(Log1p{}), visit(Expm1{}), visit(Softplus{}), visit(Erf{}), visit(Sin{});
   visit(Cos{}), visit(Rsqrt{}), visit(Round{}), visit(Trunc{}), visit(Floor{}), visit(Ceil{});
+  visit(Atan{}), visit(Atan2{}), visit(Atan2Inverse{}), visit(Asin{}), visit(Acos{}), visit(Sinh{});
+  visit(Cosh{}), visit(Exp2{}), visit(Log2{}), visit(Log10{}), visit(Hypot{});
 }
 
 // The number of errors, and the largest error with its x.

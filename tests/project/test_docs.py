@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # last, so that fusedrnn is the installed one
-from bench import readme, report  # noqa: E402
+from bench import operations, readme, report  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
@@ -52,6 +52,26 @@ def test_performance_shows_the_results_of_calls() -> None:
     printed = json.loads((RESULTS / "calls.json").read_text())
     assert f"`{printed['environment']['command']}` on " in shown
     assert "\n".join(printed["tables"]).strip() in shown
+
+
+def test_operations_are_those_that_compile() -> None:
+    shown = readme.between(operations.DOCUMENT.read_text(), operations.NAME)
+    assert shown == operations.table(), "run python -m bench.operations"
+
+
+def test_lines_that_contributing_adds_are_in_the_code() -> None:
+    diffs = [
+        block
+        for language, block in FENCED.findall((ROOT / "CONTRIBUTING.md").read_text())
+        if language == "diff"
+    ]
+    assert diffs
+    for diff in diffs:
+        for part in diff.split("+++ b/")[1:]:
+            name, *lines = part.splitlines()
+            text = (ROOT / name).read_text()
+            added = [line[1:] for line in lines if line.startswith("+") and "..." not in line]
+            assert added and [line for line in added if line not in text] == []
 
 
 def test_readme_is_short() -> None:

@@ -36,6 +36,7 @@ CELL_MATH = [
     "base/philox.h",
     "cell/stages.h",
     "program/functions.h",
+    "program/rare_functions.h",
 ]  # the only places of exp, tanh and the like
 
 # A module imports modules of lower layers.

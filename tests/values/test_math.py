@@ -23,7 +23,7 @@ from compiled.stage_library import COMPILER, TARGETS, cpu_flags, instruction_set
 
 from fusedrnn import reference
 
-SOURCES = ("base/math.h", "base/scalar.h", "program/functions.h")
+SOURCES = ("base/math.h", "base/scalar.h", "program/functions.h", "program/rare_functions.h")
 CPP = pathlib.Path(__file__).parents[1] / "cpp"
 CSRC = CPP.parents[1] / "csrc"
 FLAGS = ["-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]

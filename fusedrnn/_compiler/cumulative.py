@@ -1,0 +1,80 @@
+"""Cumulative sums and products, and products, made of operations that programs know."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._front.flat_step import kept
+from .._front.refusals import CannotCompile
+from .._step.user_lines import line
+from .columns import MOST_PIECES
+
+_AT_ONCE = 8
+"""Numbers that one stage adds up or multiplies."""
+_MOST = MOST_PIECES - 1
+"""Of results that are columns apart."""
+
+
+def cumsum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
+    """Of the last dimension as a product by ones: all sums at once, in the order of a loop's."""
+    dim = dim % max(x.dim(), 1)
+    if dim == 0 or not x.is_floating_point() or dtype not in (None, x.dtype):
+        return NotImplemented
+    count = x.shape[dim]
+    if dim < x.dim() - 1 and count <= _MOST:
+        return _running(operator.add, x, dim)
+    ones = torch.ones(count, count, dtype=x.dtype, device=x.device).triu()
+    return (x.transpose(dim, -1) @ ones).transpose(dim, -1)
+
+
+def cumprod(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
+    """Without a quotient, so its derivative is right where numbers are 0."""
+    dim = dim % max(x.dim(), 1)
+    if dim == 0 or not x.is_floating_point() or dtype not in (None, x.dtype):
+        return NotImplemented
+    if x.shape[dim] > _MOST:
+        raise CannotCompile(
+            f"aten.cumprod is of {x.shape[dim]} numbers{line()}; one of up to {_MOST}, or "
+            "torch.exp(torch.cumsum(logarithms, dim)), compiles"
+        )
+    return _running(operator.mul, x, dim)
+
+
+def _running(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """One number after the other."""
+    found, last = list[Tensor](), None
+    for i, one in enumerate(x.split(1, dim)):
+        last = one if last is None else operation(last, one)
+        found.append(last)
+        if i % _AT_ONCE == _AT_ONCE - 1:
+            last = kept(last)
+    return torch.cat(found, dim)
+
+
+def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """In halves, and without a quotient, so its derivative is right where numbers are 0."""
+    if dim is None or not x.is_floating_point() or dtype not in (None, x.dtype):
+        return NotImplemented
+    dim = dim % max(x.dim(), 1)
+    if dim == 0:
+        return NotImplemented
+    rest = list[Tensor]()
+    while x.shape[dim] >= _AT_ONCE:
+        size = x.shape[dim] // _AT_ONCE
+        *parts, left = x.split([size] * _AT_ONCE + [x.shape[dim] - size * _AT_ONCE], dim)
+        rest += left.split(1, dim)[: left.shape[dim]]
+        x = kept(_product(parts))
+    found = _product([*x.split(1, dim), *rest])
+    return found if keepdim else found.squeeze(dim)
+
+
+def _product(parts: Sequence[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        pairs = [a * b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
+    return parts[0]
