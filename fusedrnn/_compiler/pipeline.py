@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +27,30 @@ from .roundings import check_roundings
 from .step_plan import make_plan
 from .step_to_compile import StepToCompile
 from .trace import of_graph, trace
-from .trial import CORNERS, Numbers, Trial
+from .trial import Numbers, Trial
 from .verify import RunLibrary, is_close, verify, verify_library
 
 MOST_ROWS = 64
 """Of a batch that a step is tried with."""
+
+
+class Corner(NamedTuple):
+    """What a step is tried with, too."""
+
+    numbers: Numbers
+    batch: int | None
+    """None for that of the call."""
+
+
+CORNERS = (
+    Corner(torch.zeros_like, 2),
+    Corner(lambda x: x[..., :1].expand_as(x).clone(), 5),
+    Corner(lambda x: 100 * x, 2),
+    Corner(torch.clone, 1),
+    Corner(torch.clone, None),
+)
+"""Zeros, columns that are equal, and large numbers, where functions have limits and kinks; and
+batches of other sizes, by which a step may decide."""
 
 
 def find_or_compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,25 +34,6 @@ _FEW = 16381
 
 Numbers = Callable[[Tensor], Tensor]
 """Makes special numbers of random ones."""
-
-
-class Corner(NamedTuple):
-    """What a step is tried with, too."""
-
-    numbers: Numbers
-    batch: int | None
-    """None for that of the call."""
-
-
-CORNERS = (
-    Corner(torch.zeros_like, 2),
-    Corner(lambda x: x[..., :1].expand_as(x).clone(), 5),
-    Corner(lambda x: 100 * x, 2),
-    Corner(torch.clone, 1),
-    Corner(torch.clone, None),
-)
-"""Zeros, columns that are equal, and large numbers, where functions have limits and kinks; and
-batches of other sizes, by which a step may decide."""
 
 
 class Trial:
