@@ -252,7 +252,7 @@ def test_calls_beside_a_first_use() -> None:
         return look
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_call.InPython, "take", None)
+        patch.setattr(layer_call.StepsInPython, "take", None)
         with looked_at(rnn.cell, calling, calling):
             for other in (Other, Cell):
                 made = fusedrnn.Recurrent(other().eval(), compile="require")(x, STATE)[0]

@@ -243,8 +243,8 @@ def test_one_program_for_each_set_of_results(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_none_can_be_built_steps_are_taken_in_python(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fusedrnn._compiler import unused_results
     from fusedrnn._front.refusals import CannotCompile
+    from fusedrnn._runtime import find_program
 
     def fail(*_: object) -> None:
         raise CannotCompile("for this test")
@@ -255,7 +255,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
     with interpreted(makes_all_anew=True):
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
-        monkeypatch.setattr(unused_results, "without", fail)
+        monkeypatch.setattr(find_program, "without_unused_results", fail)
         with pytest.warns(UserWarning, match="of some results"):
             found = torch.autograd.grad(
                 y.sum(), [*state, *cell.linear.parameters()], allow_unused=True
