@@ -59,18 +59,19 @@ std::string objection(Pass pass, const Gpu& gpu, const PassPlan& plan) {
 // The reason, a sentence, why a pass is persistent or stepwise.
 inline std::string reason(const Problem& problem, const Plan& layer, const PassPlan& plan) {
   const cuda::PersistentPlan& persistent = plan.persistent;
-  if (problem.backend == "stepwise") return "It was asked for.";
+  if (problem.backend == "stepwise") return "backend says so.";
   if (!persistent.is_possible()) return persistent.why_not;
-  if (problem.backend == "persistent") return "It was asked for.";
+  if (problem.backend == "persistent") return "backend says so.";
   if (layer.lacks_room) return "A persistent kernel takes more memory than workspace_bytes.";
+  const std::string blocks = std::to_string(persistent.blocks) + " multiprocessors";
   const std::string copies =
-      persistent.groups == 1 ? "" : ", " + std::to_string(persistent.groups) + " times";
-  return plan.is_persistent
-             ? "The weights fit into the registers of " + std::to_string(persistent.blocks) +
-                   " multiprocessors" + copies + "."
-             : "Launched kernels are faster than a persistent one with " +
-                   std::to_string(persistent.tiles) +
-                   " tiles of rows for each copy of the weights.";
+      persistent.groups == 1
+          ? "the weights fit into the registers of " + blocks
+          : std::to_string(persistent.groups) + " copies of the weights, " + blocks + " each";
+  return plan.is_persistent ? "Runs as one persistent kernel: " + copies + "."
+                            : "Launched kernels are faster than a persistent one with " +
+                                  std::to_string(persistent.tiles) +
+                                  " tiles of rows for each copy of the weights.";
 }
 
 // The reason for forward's way, and if only backward is stepwise, another sentence with the reason
@@ -170,9 +171,9 @@ struct TrainingLimit {
     constexpr int64_t kMuch = 256 << 20;
     const int64_t quarter = lstm_bytes / 4, half = lstm_bytes / 2;
     bytes = std::max(quarter, std::min(half, kMuch));
-    why = bytes == half    ? "As many as half of torch.nn.LSTM's memory in training allows."
-          : bytes == kMuch ? "As many as 256 MiB of memory in training allow."
-                           : "As many as a quarter of torch.nn.LSTM's memory in training allows.";
+    why = bytes == half    ? "The most that fit into half of torch.nn.LSTM's training memory."
+          : bytes == kMuch ? "The most that fit into 256 MiB of training memory."
+                           : "The most that fit into a quarter of torch.nn.LSTM's training memory.";
   }
 };
 
@@ -223,13 +224,13 @@ Plan plan_by_sizes(const Problem& problem) {
     return plan;
   };
   if (problem.chunk_size > 0) {
-    return of_steps(std::min(problem.chunk_size, seq_len), "It was asked for.");
+    return of_steps(std::min(problem.chunk_size, seq_len), "chunk_size says so.");
   }
   const bool is_limited = problem.workspace_bytes > 0 && problem.batch > 0;
   if (!is_limited && problem.gpu == nullptr) {
     constexpr int64_t kRows = 256;
     return of_steps(std::min((kRows + batch - 1) / batch, seq_len),
-                    "As many as have 256 rows: with more, a CPU is no faster.");
+                    "At least 256 rows (steps x batch); longer chunks are not faster on a CPU.");
   }
   // More steps take more workspace.  The exception is a single chunk, which needs no second buffer,
   // so `most` may fit where fewer steps do not.
@@ -256,7 +257,8 @@ Plan plan_by_sizes(const Problem& problem) {
       return plan_steps(stepwise, sizeof(T), steps);
     }
     if (!fits(1)) return plan_without_room<Memory>(problem, bound(1).most());
-    return of_steps(chunks.within(longest(1, seq_len, fits)), "As many as workspace_bytes allow.");
+    return of_steps(chunks.within(longest(1, seq_len, fits)),
+                    "The most that fit into workspace_bytes.");
   }
 
   if (problem.chunks > 0) return plan_steps(problem, sizeof(T), chunks.steps_of(problem.chunks));
@@ -290,10 +292,12 @@ Plan plan_by_sizes(const Problem& problem) {
     // The gradients of the weights alone may exceed the limit.  Up to their size, more steps do not
     // raise the peak.
     steps = longest(least, most, takes_at_most(training(least)));
-    return of_steps(chunks.within(steps), "As many as take no more memory than the least do.");
+    return of_steps(chunks.within(steps),
+                    "The most that take no more memory than the shortest chunks.");
   }
   if (steps < most) return of_steps(chunks.within(steps), limit.why);
-  return of_steps(most, "What a chunk costs besides its steps is at most 3% of these.");
+  return of_steps(most,
+                  "Long enough that a chunk's fixed cost is at most 3% of the time of its steps.");
 }
 
 // The same, but the GPU's driver is asked in each call whether it runs the planned kernels; the

@@ -43,7 +43,7 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
     made = plan(cell, batch, size, gpu)
     name, capability, multiprocessors, shared_bytes, *_ = _helpers.known_gpus()[gpu]
     assert name == gpu
-    assert made.forward.backend == "persistent" and "fit into the registers" in made.reason
+    assert made.forward.backend == "persistent" and made.reason.startswith("Runs as one persistent kernel: ")
     assert 0 < made.forward.grid <= multiprocessors and made.forward.threads == 256
     assert 0 < made.forward.weight_registers < 200  # of 255
     assert 0 < made.forward.shared_memory_bytes <= shared_bytes
@@ -263,7 +263,7 @@ def test_chunks_on_a_gpu_are_as_long_as_memory_allows(cell, dtype):
         steps, why = made.chunk_steps, made.chunk_reason
         reasons.add(why)
         least = max(-(-256 // batch), min(8, -(-1024 // batch)))
-        if why == "As many as take no more memory than the least do.":
+        if why == "The most that take no more memory than the shortest chunks.":
             shortest = plan(cell, batch, size, **options, chunk_size=least)
             assert limit_of(made) < made.memory.training_bytes <= shortest.memory.training_bytes
             continue
@@ -289,14 +289,14 @@ def test_why_chunks_are_as_long_as_they_are(gpu):
         made = plan("lstm", 16, 64, gpu, **options)
         return made.chunk_steps, made.chunk_reason
 
-    assert why(chunk_size=40) == (40, "It was asked for.")
+    assert why(chunk_size=40) == (40, "chunk_size says so.")
     assert why(chunk_size=4000) == (1024, "The whole sequence.")
     steps, reason = why(workspace_bytes=4 << 20)
-    assert 8 < steps < 1024 and reason == "As many as workspace_bytes allow."
+    assert 8 < steps < 1024 and reason == "The most that fit into workspace_bytes."
     assert why(workspace_bytes=1 << 30) == (1024, "The whole sequence.")
     assert why(seq_len=3) == (3, "The whole sequence.")
     if gpu == "cpu":
-        assert why() == (16, "As many as have 256 rows: with more, a CPU is no faster.")
+        assert why() == (16, "At least 256 rows (steps x batch); longer chunks are not faster on a CPU.")
 
 
 def test_plans_depend_on_the_gpu():

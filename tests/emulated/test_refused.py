@@ -167,7 +167,8 @@ def test_a_plan_says_what_the_driver_objects_to():
     few, _ = planned((132, 31))
     assert ways(few) == ("persistent", "stepwise")
     assert few["reason"] == (
-        "The weights fit into the registers of 4 multiprocessors, 8 times. Backward is stepwise: "
+        "Runs as one persistent kernel: 8 copies of the weights, 4 multiprocessors each. "
+        "Backward is stepwise: "
         "The kernel needs all 32 blocks at once, and the GPU's driver runs 31."
     )
     neither, _ = planned((0, 0))
