@@ -1,6 +1,6 @@
 """What a call is checked for apart from the values of its tensors, and what follows from that.
 
-The checks take longer than a step of a small cell. So call.py remembers a Checked, and does not
+The checks take longer than a step of a small cell. So _call.py remembers a Checked, and does not
 check a call again that is like an earlier one.
 """
 

@@ -2,7 +2,7 @@
 
 A TypeError is for a wrong type, a ValueError for a wrong value, rank or dtype, and a RuntimeError
 for a wrong shape or device, as in torch.nn. All are raised before anything is drawn or computed.
-Options are checked in options.py.
+Options are checked in _options.py.
 """
 
 from __future__ import annotations

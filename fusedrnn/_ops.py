@@ -50,7 +50,7 @@ class LayerCall:
     cell_zoneout: float = 0.0
     """The same of the cell state."""
     tuning: int = 0
-    """See tuning.py."""
+    """See _tuning.py."""
 
     index: int = field(init=False, repr=False, compare=False)
     """Of the cell."""
@@ -374,7 +374,7 @@ def draw(
     Args:
         seed: One int64; the result is on its device.
         stream: The last word of the Philox counter, in [0, 2**32). Normals are those that
-            :func:`._draws.philox_normal` has for the layer of this number.
+            :func:`._philox.philox_normal` has for the layer of this number.
         distribution: NORMAL, or UNIFORM for numbers strictly between 0 and 1, each from a word w of
             the same counters: (floor(w / 2**8) + 1/2) / 2**24, or (w + 1/2) / 2**32 in float64.
             What would be rounded to 0 or 1 is the nearest number of ``dtype`` in between.

@@ -30,7 +30,7 @@ class Unread(NamedTuple):
         """Which of a call's tensors get a gradient, of those that need one.
 
         Args:
-            counts: As :class:`..recurrent.program_call.Call` has them.
+            counts: As :class:`.._runtime.program_call.ProgramCall` has them.
         """
         found = list(needs)
         if any(self):

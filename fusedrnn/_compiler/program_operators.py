@@ -104,7 +104,7 @@ def call(*given: Any) -> list[Tensor]:
     Args:
         program: Its number.
         tensors: Inputs of the step, (seq_len, batch, ...) each; its state, (batch, ...) each; its
-            constants, and what is computed of them (:class:`.outside.Outside`).
+            constants, and what is computed of them (:class:`.call_weights.CallWeights`).
         first_state: The number of inputs.
         seq_len: Steps.
         keeps: 0 without a backward, 1 for one that repeats products, 2 for one that does not.

@@ -64,7 +64,7 @@ _thread = _Thread()
 
 
 class TracedStep:
-    """A function of wrapped.py, with graphs of its own."""
+    """A function of marked_step.py, with graphs of its own."""
 
     def __init__(self, function: Callable[..., tuple[Any, Any]], of: str) -> None:
         """

@@ -107,7 +107,7 @@ class OneRowGraph(Exception):
         """
         Args:
             kinds: What the step gets, with floats as tensors, and then with floats as numbers.
-            order: As of :class:`Planned`.
+            order: As of :class:`PlannedCall`.
         """
         self._graph, self._kinds, self._call = graph, kinds, call
         self._order, self._roles = order, graph.roles

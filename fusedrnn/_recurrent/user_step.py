@@ -16,7 +16,7 @@ class UserStep(NamedTuple):
     """A user's step."""
 
     wrapper: str
-    """Which function of wrapped.py takes it."""
+    """Which function of marked_step.py takes it."""
     step: Any
     """The cell, or the function of a scan."""
     input: Callable[[Leaves], Any]

@@ -115,7 +115,7 @@ class _Sequence(torch.autograd.Function):
     def forward(
         ctx: Any, run: Run, form: pytree.TreeSpec, result: Result, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """``form``: of the :class:`Values` whose leaves are ``tensors``."""
+        """``form``: of the :class:`LoopValues` whose leaves are ``tensors``."""
         made = (*result.outputs, *result.state)
         starts = (leaf for start in result.starts for leaf in start)
         ctx.run, ctx.form = run, form

@@ -28,7 +28,7 @@ def run_program(call: ProgramCall, seed: Seed, tensors: Sequence[Tensor]) -> tup
     """Outputs and the last state of a sequence.
 
     Args:
-        tensors: In the order of :class:`Values`.
+        tensors: In the order of :class:`ProgramValues`.
     """
     count = len(call.program.output_shapes)
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):

@@ -1,4 +1,4 @@
-"""torch's functions that draw random numbers, by the numbers of a :class:`Source`."""
+"""torch's functions that draw random numbers, by the numbers of a :class:`NumberSource`."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ DRAWS: dict[Any, Function] = {
     F.dropout: _dropout,
     F.gumbel_softmax: _gumbel_softmax,
 }
-"""torch's functions whose numbers come from a :class:`Source`. Others, such as torch.randint and
-the dropout inside of torch.nn.MultiheadAttention, draw from torch's own generators."""
+"""torch's functions whose numbers come from a :class:`NumberSource`. Others, such as torch.randint
+and the dropout inside of torch.nn.MultiheadAttention, draw from torch's own generators."""
 
 WAY_OUT = (
     "use torch.rand, torch.randn, dropout or another function that follows generator=, or pass no "

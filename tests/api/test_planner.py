@@ -43,7 +43,9 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
     made = plan(cell, batch, size, gpu)
     name, capability, multiprocessors, shared_bytes, *_ = _helpers.known_gpus()[gpu]
     assert name == gpu
-    assert made.forward.backend == "persistent" and made.reason.startswith("Runs as one persistent kernel: ")
+    assert made.forward.backend == "persistent" and made.reason.startswith(
+        "Runs as one persistent kernel: "
+    )
     assert 0 < made.forward.grid <= multiprocessors and made.forward.threads == 256
     assert 0 < made.forward.weight_registers < 200  # of 255
     assert 0 < made.forward.shared_memory_bytes <= shared_bytes
@@ -296,7 +298,10 @@ def test_why_chunks_are_as_long_as_they_are(gpu):
     assert why(workspace_bytes=1 << 30) == (1024, "The whole sequence.")
     assert why(seq_len=3) == (3, "The whole sequence.")
     if gpu == "cpu":
-        assert why() == (16, "At least 256 rows (steps x batch); longer chunks are not faster on a CPU.")
+        assert why() == (
+            16,
+            "At least 256 rows (steps x batch); longer chunks are not faster on a CPU.",
+        )
 
 
 def test_plans_depend_on_the_gpu():

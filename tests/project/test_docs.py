@@ -74,6 +74,26 @@ def test_lines_that_contributing_adds_are_in_the_code() -> None:
             assert added and [line for line in added if line not in text] == []
 
 
+REFERENCE = re.compile(r":(?:class|func|meth|mod|data):`~?([\w.]+)`")
+PYTHON_FILE = re.compile(r"(?<![\w/-])(\w+\.py)\b")
+
+
+def test_what_comments_and_the_design_name_exists() -> None:
+    """Names that docstrings refer to, and files of Python; a renaming leaves neither behind."""
+    sources = {path: path.read_text() for path in (ROOT / "fusedrnn").rglob("*.py")}
+    words = {
+        word for text in sources.values() for word in re.findall(r"\w+", REFERENCE.sub("", text))
+    }
+    folders = ("fusedrnn", "tests", "bench", "docs", "build_backend")
+    files = {"setup.py"} | {path.name for top in folders for path in (ROOT / top).rglob("*.py")}
+    for path, text in [*sources.items(), (ROOT / "docs" / "design.md", "")]:
+        text = text or path.read_text()
+        for name in REFERENCE.findall(text):
+            assert set(filter(None, name.split("."))) <= words, f"{path}: {name}"
+        for name in PYTHON_FILE.findall(text):
+            assert name in files, f"{path}: {name}"
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 100
 

@@ -16,6 +16,10 @@ import fusedrnn
 """
 
 
+def test_the_names_of_the_package_are_what_users_call():
+    assert [name for name in dir(fusedrnn) if not name.startswith("_")] == sorted(fusedrnn.__all__)
+
+
 def test_the_library_says_when_it_is_not_built(tmp_path):
     source = Path(fusedrnn.__file__).parent
     (tmp_path / "fusedrnn").mkdir()
