@@ -123,7 +123,7 @@ def gradients_layer_by_layer(
     return Gradients(found[0].input, *others)
 
 
-class _Run(NamedTuple):
+class _LayerResults(NamedTuple):
     """One layer after its forward pass over the whole sequence."""
 
     call: LayerCall
@@ -131,7 +131,7 @@ class _Run(NamedTuple):
     results: ForwardResults
 
 
-def _run(call: LayerCall, inner_dropout: float, tensors: LayerTensors) -> Iterator[_Run]:
+def _run(call: LayerCall, inner_dropout: float, tensors: LayerTensors) -> Iterator[_LayerResults]:
     count, sequence = tensors.hx.shape[0], tensors.input
     if count == 0:
         raise RuntimeError(f"fusedrnn: hx must have a layer or more, got {tuple(tensors.hx.shape)}")
@@ -148,4 +148,4 @@ def _run(call: LayerCall, inner_dropout: float, tensors: LayerTensors) -> Iterat
         )
         results = _ops.forward(of_layer, layer, save_gates=False)
         sequence = results.output
-        yield _Run(of_layer, layer, results)
+        yield _LayerResults(of_layer, layer, results)

@@ -53,11 +53,11 @@ class Expression:
 
 
 @dataclass(eq=False)
-class Array:
+class ProductSum:
     """Where products add up."""
 
     columns: int
-    products: list[Product] = field(default_factory=list)
+    products: list[PlannedProduct] = field(default_factory=list)
 
 
 class WeightBlock(NamedTuple):
@@ -75,12 +75,12 @@ class WeightBlock(NamedTuple):
 
 
 @dataclass(eq=False)
-class Product:
+class PlannedProduct:
     """One operand times some weights, side by side."""
 
     operand: Expression
     terms: int
-    array: Array
+    array: ProductSum
     parts: list[WeightBlock] = field(default_factory=list)
 
     @property
@@ -129,7 +129,7 @@ class Expressions:
 
     def __init__(self) -> None:
         self._known: dict[Any, Expression] = {}
-        self.products: dict[Any, Product] = {}
+        self.products: dict[Any, PlannedProduct] = {}
         self.reductions: dict[Any, Reduction] = {}
         self.ties: set[int] = set()
         """Comparisons, by id, of which either result is right."""
@@ -183,13 +183,13 @@ class Expressions:
             "op", target=target, args=args, kwargs=kwargs, width=width, is_mask=is_mask, node=node
         )
 
-    def product(self, operand: Expression) -> Product:
+    def product(self, operand: Expression) -> PlannedProduct:
         key = id(operand)
         if key not in self.products:
-            self.products[key] = Product(operand, operand.width, Array(0))
+            self.products[key] = PlannedProduct(operand, operand.width, ProductSum(0))
         return self.products[key]
 
-    def of_array(self, product: Product, first: int, width: int) -> Expression:
+    def of_array(self, product: PlannedProduct, first: int, width: int) -> Expression:
         return self.make("array", at=(product.array, first), width=width, level=product.level)
 
     def reduced(self, kind: str, source: Expression, group: int) -> Expression:

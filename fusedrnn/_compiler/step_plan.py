@@ -20,7 +20,7 @@ from .._front.refusals import CannotCompile
 from . import operations
 from . import program as form
 from .columns import name_of, place_of
-from .expressions import Array, Expression, Product, Reduction, below, within
+from .expressions import Expression, PlannedProduct, ProductSum, Reduction, below, within
 from .lower import Lowered
 from .program import Carry, In, Operand, OperandSource, Out, Phase, Program, StageInput, StageOutput
 
@@ -90,8 +90,8 @@ class StepPlan:
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self._known_sources: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
-        self.products: list[Product] = []
-        self._in_steps: list[Product] = []
+        self.products: list[PlannedProduct] = []
+        self._in_steps: list[PlannedProduct] = []
         """Those that the next step needs."""
         self._after: set[int] = set()
         """Those that need a carry and that no step needs, by id."""
@@ -100,7 +100,7 @@ class StepPlan:
         self.sequences: list[int] = []
         self.output_sequences: list[int] = []
         self.carries: list[Carry] = []
-        self.arrays: list[Array] = []
+        self.arrays: list[ProductSum] = []
         self.draws: list[int] = []
         self.read_inputs: list[int] = []
         self.vectors: dict[tuple[str, object, object], int] = {}
@@ -117,9 +117,9 @@ class StepPlan:
 
     # What reaches what
 
-    def _reached(self, results: Iterable[list[Expression]]) -> list[Product]:
+    def _reached(self, results: Iterable[list[Expression]]) -> list[PlannedProduct]:
         """The products that results need, in the order of their making."""
-        found: dict[int, Product] = {}
+        found: dict[int, PlannedProduct] = {}
         for e in self._all([e for pieces in results for e in pieces]):
             if e.kind == "array":
                 for product in e.at[0].products:
@@ -179,7 +179,7 @@ class StepPlan:
             leaves: dict[int, list[Expression]] = {}
             roots = [e for pieces in results for e in pieces]
             others = {id(e) for e in roots}
-            arrays: dict[int, Array] = {}
+            arrays: dict[int, ProductSum] = {}
             for e in self._all(roots):
                 for operand in e.operands:
                     parents.setdefault(id(operand), []).append(e)
@@ -205,7 +205,7 @@ class StepPlan:
 
     def _merge(
         self,
-        array: Array,
+        array: ProductSum,
         leaves: dict[int, list[Expression]],
         parents: dict[int, list[Expression]],
         others: set[int],
@@ -493,7 +493,7 @@ class StepPlan:
             order=[(is_stage, i) for _, is_stage, i in items],
         )
 
-    def _phase_of(self, product: Product) -> Phase:
+    def _phase_of(self, product: PlannedProduct) -> Phase:
         if not self.carries_of(product.operand):
             return Phase.BEFORE
         return Phase.AFTER if id(product) in self._after else Phase.STEP
@@ -513,7 +513,7 @@ class StepPlan:
         leaves = [leaf for stage in self.stages for leaf in stage.inputs]
         return [e.at[0] for e in leaves if isinstance(e, Expression) and e.kind == kind]
 
-    def _bias(self, array: Array) -> int:
+    def _bias(self, array: ProductSum) -> int:
         if all(part.bias is None for product in array.products for part in product.parts):
             return -1
         return self._vector(("bias", array, None), array.columns)
@@ -522,7 +522,7 @@ class StepPlan:
         self.vectors.setdefault(item, width)
         return list(self.vectors).index(item)
 
-    def _operand(self, product: Product) -> Operand:
+    def _operand(self, product: PlannedProduct) -> Operand:
         e = product.operand
         if e.kind == "op":
             return Operand(OperandSource.VALUE, self._value(e).index, 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .call_weights import CallWeights, Table
-from .expressions import Product, WeightBlock
+from .expressions import PlannedProduct, WeightBlock
 from .operation_graph import Operations
 from .step_plan import StepPlan
 from .weight_recipes import ZEROS, Recipes, Side, Terms
@@ -54,7 +54,7 @@ class _Constants:
         self._graph.output(tuple([node for _, node in self._computed.values()]))
         return Operations(self._graph, self._tensors)
 
-    def weight(self, product: Product) -> Terms:
+    def weight(self, product: PlannedProduct) -> Terms:
         return [[self._side(part) for part in product.parts]]
 
     def _side(self, part: WeightBlock) -> Side:

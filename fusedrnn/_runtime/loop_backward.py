@@ -19,7 +19,7 @@ from .missed_leaves import check_nothing_missed
 from .state_comparison import are_close, coarsest_eps, sums_are_close, sums_of
 
 
-class Given(NamedTuple):
+class ChunkGiven(NamedTuple):
     """What backward of a chunk gets besides what all chunks share."""
 
     before: Leaves
@@ -35,7 +35,7 @@ class Given(NamedTuple):
     """Of the outputs."""
 
 
-class Found(NamedTuple):
+class ChunkGradients(NamedTuple):
     """What backward of a chunk gives."""
 
     state_gradients: Gradients
@@ -110,8 +110,8 @@ class Backward:
         ]
         return [*self.input_gradients, *firsts, *self.shared]
 
-    def _given(self, index: int, chunk: Chunk) -> Given:
-        return Given(
+    def _given(self, index: int, chunk: Chunk) -> ChunkGiven:
+        return ChunkGiven(
             self.starts[index],
             self.starts[index + 1],
             chunk.of(self.values.inputs),
@@ -122,7 +122,9 @@ class Backward:
 
     # By a graph
 
-    def _repeated(self, recorded: Recorded[Found], chunk: Chunk, given: Given) -> Found:
+    def _repeated(
+        self, recorded: Recorded[ChunkGradients], chunk: Chunk, given: ChunkGiven
+    ) -> ChunkGradients:
         """The same by what was recorded of a chunk."""
         given = given._replace(  # each chunk must have the same kinds of tensors
             sums=given.sums if self.run.call.returns_sequence else given.sums.new_empty(0),
@@ -135,7 +137,7 @@ class Backward:
             ],
         )
         found = recorded(chunk, given, self.run.noise.numbers())
-        return Found(
+        return ChunkGradients(
             [None if g is None else g.clone() for g in found.state_gradients],
             found.inputs,  # copied to their place at once
             [
@@ -145,7 +147,9 @@ class Backward:
             found.same.clone(),
         )
 
-    def _pass_whole(self, chunk: Chunk, given: Given, numbers: Sequence[Tensor]) -> Found:
+    def _pass_whole(
+        self, chunk: Chunk, given: ChunkGiven, numbers: Sequence[Tensor]
+    ) -> ChunkGradients:
         """What is recorded. ``numbers``: what the steps draw."""
         # A leaf stays with the stream that used it first, and this stream is another one.
         self.shared_leaves = [as_leaf(leaf, leaf.requires_grad) for leaf in self.shared_leaves]
@@ -156,7 +160,7 @@ class Backward:
 
     # Step by step
 
-    def _pass(self, chunk: Chunk, given: Given, buffers: dict[str, Tensor]) -> Found:
+    def _pass(self, chunk: Chunk, given: ChunkGiven, buffers: dict[str, Tensor]) -> ChunkGradients:
         """Takes the steps of a chunk again, with a graph of all of them."""
         run, known = self.run, self.values
         values: LoopValues = pytree.tree_unflatten(
@@ -189,10 +193,12 @@ class Backward:
             gradients += [None if g is None else g[place] for g in given.output_gradients]
         with run.watched_backward():
             found = iter(gradients_of(roots, gradients, leaves))
-        return Found([next(found) for _ in start], [next(found) for _ in inputs], [*found], same)
+        return ChunkGradients(
+            [next(found) for _ in start], [next(found) for _ in inputs], [*found], same
+        )
 
     def _are_same(
-        self, chunk: Chunk, state: Leaves, outputs: Sequence[Leaves], given: Given
+        self, chunk: Chunk, state: Leaves, outputs: Sequence[Leaves], given: ChunkGiven
     ) -> Tensor:
         """As ``Found.same``, of the steps of a chunk that were taken again."""
         same = are_close(state, given.after, self._eps)
@@ -220,7 +226,7 @@ class Backward:
                 made.append(torch.where(flags.reshape(*flags.shape, *(1,) * (g.dim() - 1)), g, 0))
         return made
 
-    def _keep(self, chunk: Chunk, found: Found) -> None:
+    def _keep(self, chunk: Chunk, found: ChunkGradients) -> None:
         self.state_gradients = found.state_gradients
         self._same.append(found.same)
         for whole, part in zip(self.input_gradients, found.inputs, strict=True):
