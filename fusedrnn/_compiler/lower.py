@@ -629,8 +629,8 @@ class Lowered:
         if kind in ("max", "min"):
             if not self._has_no_derivative(node):
                 raise CannotCompile(
-                    f"{name_of(node)} shares its derivative between equal numbers of columns that "
-                    f"are computed apart{place_of(node)}; torch.max(x, dim).values does not"
+                    f"{name_of(node)} splits its gradient between equal maxima, of columns that "
+                    f"different operations compute{place_of(node)}; use torch.max(x, dim).values"
                 )
             best = [self._reduced(kind, piece, piece.width, node) for piece in pieces]
             pick = aten.maximum.default if kind == "max" else aten.minimum.default
