@@ -256,7 +256,7 @@ def test_where_none_can_be_built_steps_are_taken_in_python(
         rnn = fusedrnn.Recurrent(cell, compile="require")
         (y, _, _), _ = rnn(x, tuple(state))
         monkeypatch.setattr(find_program, "without_unused_results", fail)
-        with pytest.warns(UserWarning, match="of some results"):
+        with pytest.warns(UserWarning, match="of only some results"):
             found = torch.autograd.grad(
                 y.sum(), [*state, *cell.linear.parameters()], allow_unused=True
             )
