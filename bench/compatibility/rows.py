@@ -19,7 +19,7 @@ from .subjects import NOT_COMPILED, SUBJECTS, NotAvailable, Skipped, Slow, Subje
 WORKS, LOOP, ERROR, WRONG, SLOW = "works", "loop", "error", "wrong", "slow"
 NOT_AVAILABLE, SKIPPED = "n/a", "skipped"
 # How fusedrnn warns of steps in Python.
-_TAKES_LOOP = "take a plain loop over the steps"
+_TAKES_LOOP = "run as a plain loop over the steps"
 Check = Callable[[Subject], None]
 
 

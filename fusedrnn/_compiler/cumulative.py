@@ -63,6 +63,8 @@ def prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any
     dim = dim % max(x.dim(), 1)
     if dim == 0:
         return NotImplemented
+    if not x.shape[dim]:
+        return torch.ones_like(x.sum(dim, keepdim=keepdim))
     rest = list[Tensor]()
     while x.shape[dim] >= _AT_ONCE:
         size = x.shape[dim] // _AT_ONCE

@@ -294,7 +294,7 @@ def test_the_model_keeps_memory_within_the_targets(capsys: pytest.CaptureFixture
         rows = model.chunk_table(kind, reasons).rows
         assert len(rows) == len(cases.CUDA_SHAPES) * len(model.CELLS)
         for *_, forward, backward, _, why, _, share in rows:
-            assert float(share) <= 0.5 or "than the least" in reasons[int(why) - 1]
+            assert float(share) <= 0.5 or "than the shortest" in reasons[int(why) - 1]
             assert kind != "float32" or (forward, backward) == ("stepwise", "stepwise")
 
 
