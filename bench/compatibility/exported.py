@@ -349,7 +349,7 @@ def symbolic_trace(s: Subject) -> None:
         grads = [[w.grad for w in module.parameters()] for module in (model, traced)]
         same(grads[1], grads[0], what="gradient")
     if s.is_ours:
-        must_raise(lambda: fx.symbolic_trace(trial.module), "as one node of a larger module")
+        must_raise(lambda: fx.symbolic_trace(trial.module), "as a node of a larger module")
 
 
 @row("fx.symbolic_trace of cells")
