@@ -242,7 +242,9 @@ def test_chunks_of_the_cpu_have_256_rows():
 def test_a_chunk_costs_little_besides_its_steps(cell, dtype, steps):
     made = plan(cell, 16, 256, dtype=dtype, seq_len=50 * steps)
     assert made.chunk_steps == steps
-    assert made.chunk_reason == "What a chunk costs besides its steps is at most 3% of these."
+    assert made.chunk_reason == (
+        "Long enough that a chunk's fixed cost is at most 3% of the time of its steps."
+    )
 
 
 def limit_of(made):
@@ -340,7 +342,7 @@ def test_modules_and_shapes():
 def test_a_plan_is_printed_with_its_reason():
     made = plan("gru", 64, 512, chunk_size=32)
     text = str(made)
-    assert text.startswith("The weights fit")
+    assert text.startswith("Runs as one persistent kernel: ")
     lines = {line.rpartition("  ")[0].strip(): line.split()[-1] for line in text.splitlines()}
     assert lines["workspace bytes"] == f"{made.backward.workspace_bytes:,}"
     assert made.forward.workspace_bytes > 10**7
