@@ -62,8 +62,8 @@ def test_sizes_that_fit_are_persistent(cell, batch, size, gpu):
         ({"batch": 16, "size": 256, "dtype": torch.float64}, "for bfloat16, float16 and float32"),
         ({"batch": 16, "size": 256, "gpu": "cpu"}, "for GPUs only"),
         ({"batch": 1, "size": 1, "chunk_size": 2**31, "seq_len": 2**31}, "too long to be counted"),
-        ({"batch": 16, "size": 256, "backend": "stepwise"}, "asked for"),
-        ({"batch": 16, "size": 2048, "backend": "stepwise"}, "asked for"),
+        ({"batch": 16, "size": 256, "backend": "stepwise"}, "backend says so"),
+        ({"batch": 16, "size": 2048, "backend": "stepwise"}, "backend says so"),
     ],
     ids=str,
 )
