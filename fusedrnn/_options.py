@@ -202,7 +202,7 @@ def check_names(function: str, options: Mapping[str, Any]) -> None:
 
 T = TypeVar("T", bound=Callable[..., Any])
 _TYPES = get_type_hints(Options)
-_REFERENCE = re.compile(r"^( *)options: See :class:`fusedrnn\.options\.(\w+)`\.$", re.MULTILINE)
+_REFERENCE = re.compile(r"^( *)options: See :class:`fusedrnn\._options\.(\w+)`\.$", re.MULTILINE)
 
 
 def documented(function: T) -> T:
