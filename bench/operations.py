@@ -14,7 +14,7 @@ DOCUMENT, NAME = ROOT / "docs/your-own-cell.md", "operations"
 MADE = """
     cumsum cumprod prod softmax log_softmax logsumexp var std var_mean std_mean linalg_vector_norm
     layer_norm group_norm rms_norm floor_divide constant_pad_nd mish log_sigmoid selu relu6 glu
-    prelu lerp addcmul addcdiv
+    prelu lerp addcmul addcdiv logaddexp logaddexp2 logit nan_to_num deg2rad
 """
 """By fusedrnn/_compiler/decompositions.py, or by torch: what people look for."""
 

@@ -145,7 +145,7 @@ def packet_of(node: Any) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
-    """What messages call an operation, or a tensor that Lowered has named."""
+    """What messages call an operation, or a tensor that ``lower()`` has named."""
     if node.op != "call_function":
         return str(node.meta.get("called", node.name))
     source = node.args[0] if node.target is operator.getitem else node

@@ -84,7 +84,7 @@ def _broadcast(shapes: Sequence[torch.Size]) -> torch.Size:
     return torch.broadcast_tensors(*(numbers.expand(shape) for shape in shapes))[0].shape
 
 
-def _call(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
+def _name_arguments(what: str, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
     """Gives nodes of arguments the names that messages have."""
     for i, node in enumerate(nodes):
         number = f"{what} {i}" if len(nodes) > 1 else f"the {what}"
@@ -130,8 +130,8 @@ def lower(traced: Traced, names: Names | None = None) -> Lowered:
     Raises:
         CannotCompile: An operation is none that programs know.
     """
-    _call("input", traced.inputs, [] if names is None else names.input)
-    _call("state", traced.carries, [] if names is None else names.state)
+    _name_arguments("input", traced.inputs, [] if names is None else names.input)
+    _name_arguments("state", traced.carries, [] if names is None else names.state)
     lowered = Lowered(traced)
     lowered._classify()
     lowered._make_expressions()

@@ -1,6 +1,6 @@
 """How the graph of a step becomes a program with a library: the passes, in their order.
 
-docs/design.md has a paragraph for each of them.
+docs/design.md says what each of them does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .step_plan import make_plan
 from .step_to_compile import StepToCompile
 from .trace import of_graph, trace
 from .trial import Numbers, Trial
-from .verify import RunLibrary, is_close, verify, verify_library
+from .verify import RunLibrary, library_is_close, verify, verify_library
 
 MOST_ROWS = 64
 """Of a batch that a step is tried with."""
@@ -87,7 +87,8 @@ def compile_step(step: StepToCompile, run_library: RunLibrary) -> CompiledStep:
     plan = make_plan(columns)  # products and stages, and what is kept
     check_roundings(plan)  # whether backward can make again what forward has made
     derived = derive(plan)  # each stage, forward and backward
-    program = _program(step, emit(derived, step.dtype, kind_of(step.device)), lambda: derived)
+    generated = emit(derived, step.dtype, kind_of(step.device))  # C++, and what weights are made of
+    program = _program(step, generated, lambda: derived)
     graph.forget_weights()
     trial = step.trial()
     verify(program, trial)  # values and gradients of the plan, by the interpreter
@@ -137,7 +138,7 @@ def computes_the_same(
     trained = [constant.requires_grad for constant in given.constants]
     try:
         trial = Trial.of_graph(graph, given, trained, inputs, state, batch=rows, is_known=True)
-        if program.dtype.itemsize > 2 and is_close(program, trial, device, run_library):
+        if program.dtype.itemsize > 2 and library_is_close(program, trial, device, run_library):
             return True
         trial = Trial.of_graph(graph, given, trained, inputs, state, batch=rows)
         verify(program, trial)
@@ -146,7 +147,7 @@ def computes_the_same(
     return True
 
 
-def derived_again(step: FlatStep, names: Names, record: records.Record) -> DerivedPlan:
+def _derived_again(step: FlatStep, names: Names, record: records.Record) -> DerivedPlan:
     """The plan of a record's program, with the derivatives that the record has.
 
     Args:
@@ -172,7 +173,7 @@ def _from_record(step: StepToCompile, run_library: RunLibrary) -> CompiledStep |
         few = step.flat()
         with torch.no_grad():  # for shapes, and for what it draws
             few(*few.arguments, notes_lines=False)
-        again = functools.partial(derived_again, few.without_step(), step.names, record)
+        again = functools.partial(_derived_again, few.without_step(), step.names, record)
         program = _program(step, record.generated, functools.cache(again))
         add_library(program, step.device)
         _verify_known(program, step, run_library)
@@ -191,7 +192,7 @@ def _verify_known(program: CompiledStep, step: StepToCompile, run_library: RunLi
         Exception: The program is of other shapes.
     """
     device = step.device
-    if step.dtype.itemsize > 2 and is_close(
+    if step.dtype.itemsize > 2 and library_is_close(
         program, step.trial(is_known=True), device, run_library
     ):
         return

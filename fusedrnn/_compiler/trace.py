@@ -2,7 +2,7 @@
 
 The step runs once, on a few rows. Calls of modules, control flow in Python and changes in place are
 then gone. What leaves nothing in such a graph becomes an operation of its own: ``detach`` and
-``no_grad`` a :data:`stop`, random numbers a :data:`draw`.
+``no_grad`` a :data:`.._front.flat_step.stop`, random numbers a :data:`.._front.flat_step.draw`.
 """
 
 from __future__ import annotations

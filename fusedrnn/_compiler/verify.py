@@ -75,7 +75,7 @@ _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """The same where a library is compared to the step itself, in the same dtype."""
 
 
-def is_close(
+def library_is_close(
     program: CompiledStep, trial: Trial, device: torch.device, run_library: RunLibrary
 ) -> bool:
     """Whether the library of a program that has passed every trial in another process computes what

@@ -1,6 +1,6 @@
 """From a plan to what its weights, vectors and inputs are made of.
 
-That are the constants of a step, and what a graph of its own computes of these: the part of the
+These are the constants of a step, and what a graph of its own computes of these: the part of the
 step's graph that depends on nothing else, as far as products, vectors and inputs read it.
 """
 

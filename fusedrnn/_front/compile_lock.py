@@ -1,4 +1,4 @@
-"""First uses take turns."""
+"""The lock of first uses: one step is compiled at a time."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ stop = torch.ops.fusedrnn_step.stop
 """The identity, with a derivative of zero."""
 
 kept = torch.ops.fusedrnn_step.kept
-"""The identity, by numbers that a stage makes for others."""
+"""The identity; its operand is computed by a stage of its own."""
 draw = torch.ops.fusedrnn_step.draw
 """The numbers of a draw of the step."""
 
@@ -103,8 +103,8 @@ class FlatStep:
         return (*new, *y)
 
     def without_step(self) -> FlatStep:
-        """What it has drawn, for :func:`of_graph`, some day. Neither the step nor its weights are
-        held."""
+        """What it has drawn, for ``of_graph()`` of _compiler/trace.py, which may run later. Neither
+        the step nor its weights are held."""
         made = copy.copy(self)
         made._step, first = _no_step, self.ends[0]
         zeros = [torch.empty_like(t, device="meta") for t in self.arguments[:first]]

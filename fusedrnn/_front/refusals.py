@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CannotCompile(Exception):
-    """Why a step has to be taken in Python, a sentence without a stop."""
+    """Why the graph of a step has no program."""
 
 
 class StepRaises(CannotCompile):
@@ -12,7 +12,7 @@ class StepRaises(CannotCompile):
 
 
 class CannotTrace(Exception):
-    """Why a step runs in Python, a sentence without a stop."""
+    """Why torch.compile gives no graph of a step."""
 
 
 class ChangesPython(CannotTrace):

@@ -50,7 +50,7 @@ class CallOnItsWay(Protocol):
 
 
 _LONGEST_WAIT = 10.0
-"""Seconds of a fork: a trace may wait for what the forking thread holds."""
+"""Seconds that a fork waits for a trace, which may wait for what the forking thread holds."""
 
 
 class _Thread(threading.local):

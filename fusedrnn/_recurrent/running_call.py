@@ -125,7 +125,6 @@ class OneRowGraph(Exception):
         self._graph.programs["one row", given.numbers] = found
 
     def _of(self, many: PlannedCall) -> tuple[Given, CompiledStep | str]:
-
         graph, call, program = self._graph, self._call, many.program
         # The program may know the values that floats have for now.
         names = many.graph.names[: len(many.given.constants)]

@@ -54,7 +54,6 @@ class SharedSteps:
         return self._refusals.setdefault(code_of(user.step), {})
 
     def of(self, user: UserStep, modules: Iterable[nn.Module]) -> TracedStep:
-
         steps = self._of.setdefault(code_of(user.step), {})
         found = steps.get(user.wrapper)
         if found is None or not self.is_right(found, modules):

@@ -39,7 +39,6 @@ class UserStep(NamedTuple):
 
 
 def wrapper_of(user: UserStep) -> Any:
-
     return getattr(marked_step, user.wrapper)
 
 

@@ -1,7 +1,4 @@
-"""A sequence by a program, as one function of autograd.
-
-Longer than 350 lines, because the gradients of one call come together here.
-"""
+"""A sequence by a program, as one function of autograd."""
 
 from __future__ import annotations
 

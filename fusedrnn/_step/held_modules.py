@@ -1,4 +1,4 @@
-"""What a step of scan holds: in the variables around it, in its defaults and in its object."""
+"""What a step holds: in its object, in the variables around it, and in its defaults."""
 
 from __future__ import annotations
 

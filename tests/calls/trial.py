@@ -1,7 +1,4 @@
-"""A call with its tensors, by fusedrnn, by a plain loop, and by torch's own kernel.
-
-Longer than 350 lines, because all of these read one description of a call.
-"""
+"""A call with its tensors, by fusedrnn, by a plain loop, and by torch's own kernel."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Kernels that a GPU refuses: `auto` takes single steps, says so, and leaves no error behind.
 
-The emulation of the GPU backend refuses here; on a GPU without room, the driver does.
-
-Longer than 350 lines, because its tests are of one topic and share their fixtures.
-"""
+The emulation of the GPU backend refuses here; on a GPU without room, the driver does."""
 
 from __future__ import annotations
 
