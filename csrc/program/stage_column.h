@@ -90,8 +90,8 @@ FUSEDRNN_HD Acc<T> input(const StageArgs& args, const Row& row, int64_t column) 
 }
 
 // All inputs.
-template <class T, class Stage>
-FUSEDRNN_HD void load_inputs(const StageArgs& args, const Row& row, int64_t column, Acc<T>* in) {
+template <class T, class Stage, class A>
+FUSEDRNN_HD void load_inputs(const StageArgs& args, const Row& row, int64_t column, A* in) {
   for_each<Stage::kIns>([&](auto i) { in[i] = input<T, Stage, i>(args, row, column); });
 }
 
@@ -176,7 +176,7 @@ FUSEDRNN_HD void clear(const StageArgs& args, const Row& row, int64_t column) {
 // One column of a row.  sum(i, x): takes what input or result i adds to its group.
 template <class T, class Stage, bool kBackward, class Sum>
 FUSEDRNN_HD void compute(const StageArgs& args, const Row& row, int64_t column, const Sum& sum) {
-  using A = Acc<T>;
+  using A = NumberOfStage<Stage, Acc<T>>;
   A in[at_least_one(Stage::kIns)], out[at_least_one(Stage::kOuts)];
   load_inputs<T, Stage>(args, row, column, in);
   if constexpr (kBackward) {
@@ -187,9 +187,9 @@ FUSEDRNN_HD void compute(const StageArgs& args, const Row& row, int64_t column, 
       if constexpr (is_read(Stage::kIn[i])) {
         if (args.in[i].gradient == nullptr) return;
         if constexpr (Stage::kIn[i] == In::Column) {
-          store_gradient<T>(args.in[i], row, column, din[i]);
+          store_gradient<T>(args.in[i], row, column, Acc<T>(din[i]));
         } else {
-          sum(i, din[i]);
+          sum(i, Acc<T>(din[i]));
         }
       }
     });
@@ -198,9 +198,9 @@ FUSEDRNN_HD void compute(const StageArgs& args, const Row& row, int64_t column, 
     for_each<Stage::kOuts>([&](auto k) {
       if (args.out[k].data == nullptr) return;
       if constexpr (Stage::kOut[k] == Out::Column) {
-        store_result<T>(args.out[k], row, column, out[k]);
+        store_result<T>(args.out[k], row, column, Acc<T>(out[k]));
       } else {
-        sum(k, out[k]);
+        sum(k, Acc<T>(out[k]));
       }
     });
   }

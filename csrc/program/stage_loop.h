@@ -245,7 +245,7 @@ using Compute = void (*)(const Acc<T>* const* from, Acc<T>* const* to, int64_t n
 
 template <class T, class Stage>
 struct Arithmetic {
-  using L = Lanes<T>;
+  using L = Lanes<NumberOfStage<Stage, T>>;
   using A = Acc<T>;
   using V = typename L::V;
   static constexpr int kIns = Stage::kIns, kOuts = Stage::kOuts;

@@ -2,10 +2,13 @@
 //
 // A generated stage is a struct
 //   static constexpr int kIns = 3, kOuts = 2;
-//   static constexpr In kIn[kIns] = {In::Column, In::Group, In::Normal};  // of at least one
-//   element static constexpr Out kOut[kOuts] = {Out::Column, Out::Sum}; template <class A>
-//   FUSEDRNN_HD static void forward(const A* in, A* out); template <class A> FUSEDRNN_HD static
-//   void backward(const A* in, const A* dout, A* din);
+//   static constexpr In kIn[] = {In::Column, In::Group, In::Normal};  // at least one element
+//   static constexpr Out kOut[] = {Out::Column, Out::Sum};
+//
+//   template <class A>
+//   FUSEDRNN_HD static void forward(const A* in, A* out);
+//   template <class A>
+//   FUSEDRNN_HD static void backward(const A* in, const A* dout, A* din);
 // for one column of a row, where A is float, double or a vector of floats.  It accesses no memory
 // but its arguments.  backward() writes din of every In::Column and In::Group; that of other inputs
 // is not read.  dout is 0 for the results that have no derivative.
@@ -29,6 +32,22 @@ FUSEDRNN_HD A number(double x) {
     return math::splat<A>(static_cast<float>(x));
   }
 }
+
+// A stage that is computed in double where it reads and writes floats.
+template <class Stage>
+struct InDouble : Stage {};
+
+// What a stage computes with: double for InDouble<...>, and otherwise `Usual`.
+template <class Stage, class Usual>
+struct NumberOf {
+  using type = Usual;
+};
+template <class Stage, class Usual>
+struct NumberOf<InDouble<Stage>, Usual> {
+  using type = double;
+};
+template <class Stage, class Usual>
+using NumberOfStage = typename NumberOf<Stage, Usual>::type;
 
 FUSEDRNN_HD constexpr bool is_drawn(In kind) { return kind == In::Normal || kind == In::Uniform; }
 FUSEDRNN_HD constexpr bool is_read(In kind) { return kind == In::Column || kind == In::Group; }

@@ -10,6 +10,7 @@ inline namespace FUSEDRNN_ISA {
 typedef uint16_t VecH __attribute__((vector_size(2 * FUSEDRNN_LANES)));
 
 // The vector in which a stage of storage type T is computed: of floats, also for 16-bit types.
+// (That of double also reads and writes the floats of a stage that is computed in double.)
 template <class T>
 struct Lanes {
   using V = VecF;
@@ -79,8 +80,14 @@ struct Lanes<double> {
   using V = double;
   static constexpr int64_t kWidth = 1;
 
-  FUSEDRNN_HD static double load(const double* p, int64_t) { return *p; }
-  FUSEDRNN_HD static void store(double* p, double x, int64_t) { *p = x; }
+  template <class P>
+  FUSEDRNN_HD static double load(const P* p, int64_t) {
+    return *p;
+  }
+  template <class P>
+  FUSEDRNN_HD static void store(P* p, double x, int64_t) {
+    *p = P(x);
+  }
   FUSEDRNN_HD static double round(double x) { return x; }
   FUSEDRNN_HD static double places() { return 0; }
   FUSEDRNN_HD static double first(double x, int64_t, double) { return x; }

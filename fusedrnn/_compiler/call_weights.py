@@ -191,6 +191,8 @@ class _Computation:
 _UNDER_AUTOGRAD = {
     "fusedrnn_step.stop.default": torch.ops.aten.detach.default,
     "fusedrnn_step.kept.default": torch.ops.aten.clone.default,
+    "fusedrnn_step.rounded.default": torch.ops.aten.clone.default,
+    "fusedrnn_step.joined.default": torch.ops.aten.add.Tensor,
 }
 """What has the derivatives of operations that are only for steps."""
 

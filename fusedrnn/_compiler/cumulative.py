@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._front.flat_step import kept
+from .._front.flat_step import joined, kept, rounded, stop
 from .._front.refusals import CannotCompile
 from .._step.user_lines import line
 from .columns import MOST_PIECES
@@ -21,15 +22,32 @@ _MOST = MOST_PIECES - 1
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
-    """Of the last dimension as a product by ones: all sums at once, in the order of a loop's."""
+    """Of many columns as a product by ones, which has all sums at once."""
     dim = dim % max(x.dim(), 1)
     if dim == 0 or not x.is_floating_point() or dtype not in (None, x.dtype):
         return NotImplemented
     count = x.shape[dim]
-    if dim < x.dim() - 1 and count <= _MOST:
+    if count <= _MOST:
         return _running(operator.add, x, dim)
+    x = x.transpose(dim, -1)
     ones = torch.ones(count, count, dtype=x.dtype, device=x.device).triu()
-    return (x.transpose(dim, -1) @ ones).transpose(dim, -1)
+    if x.dtype == torch.float32:
+        high = _high_part(x)
+        return (high @ ones + kept((x - high) @ ones)).transpose(dim, -1)
+    return (x @ ones).transpose(dim, -1)
+
+
+def _high_part(x: Tensor) -> Tensor:
+    """A number near each one, so that any sums of a row of these are exact in float32.
+
+    They are multiples of one number that is so large that a sum of all has no more than 24 bits.
+    What is left of each, which has its derivative, is so small that roundings of its sums do not
+    count.
+    """
+    scale = 2.0 ** -math.ceil(math.log2(8 * x.shape[-1]))  # or else large numbers would overflow
+    unit = x.abs().amax(-1, keepdim=True) * (4 * x.shape[-1] * scale)
+    high: Tensor = stop(((x * scale + unit) - unit) / scale)
+    return high
 
 
 def cumprod(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
@@ -46,13 +64,18 @@ def cumprod(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
 
 
 def _running(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """One number after the other."""
-    found, last = list[Tensor](), None
-    for i, one in enumerate(x.split(1, dim)):
-        last = one if last is None else operation(last, one)
-        found.append(last)
+    """One number after the other; in float32 as torch does it on a CPU, which is in float64."""
+    is_float = x.dtype == torch.float32
+    first, *rest = x.split(1, dim)
+    found, last = [first], first
+    for i, one in enumerate(rest, 1):
+        last = operation(last, one)
+        found.append(rounded(last) if is_float else last)
         if i % _AT_ONCE == _AT_ONCE - 1:
-            last = kept(last)
+            lost = last - stop(found[-1])
+            last = kept(found[-1])
+            if is_float:
+                last = joined(last, kept(lost))
     return torch.cat(found, dim)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._front.flat_step import stop
+from .._front.flat_step import joined, rounded, stop
 from .._front.refusals import CannotCompile
 from . import operations
 from .columns import packet_of
@@ -33,6 +33,10 @@ class Derived:
     """Inputs to results; of a reduction what it is of."""
     backward: Operations
     """Inputs and the gradients of results to the gradients of inputs."""
+
+    def is_in_double(self) -> bool:
+        """Whether it computes in float64 what it reads and writes in float32."""
+        return any(node.kwargs.get("dtype") == torch.float32 for node in self.forward.graph.nodes)
 
     def has_choices(self) -> bool:
         """Whether a result or a derivative jumps where a number changes a little."""
@@ -139,9 +143,46 @@ def _operation(e: Expression, known: dict[int, Any]) -> Any:
     args = [known[id(a)] if isinstance(a, Expression) else a for a in e.args]
     if e.packet is stop:
         return args[0].detach()
+    if e.packet is rounded:
+        return _Rounded.apply(*args)
+    if e.packet is joined:
+        return _Joined.apply(*args)
     if e.packet is aten.clone:
         return args[0].clone()
     return e.target(*args, **dict(e.kwargs))
+
+
+class _Rounded(torch.autograd.Function):
+    """A number in float32, whose gradient is not rounded."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.float().double()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Joined(torch.autograd.Function):
+    """A sum whose gradient is in two parts, as its operands are."""
+
+    @staticmethod
+    def forward(high: Tensor, low: Tensor) -> Tensor:
+        return high + low
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        high = gradient.float().double()
+        return high, gradient - high
 
 
 def _simplified(module: fx.GraphModule) -> Operations:

@@ -72,7 +72,7 @@ def library_text(derived: DerivedPlan, dtype: torch.dtype, device: str = "cpu") 
         for i, (stage, one) in enumerate(zip(plan.stages, derived.stages, strict=True))
     )
     return (_LIBRARY if device == "cpu" else _GPU_LIBRARY).format(
-        stages=stages, cases=_cases(len(plan.stages), STORAGE[dtype], device)
+        stages=stages, cases=_cases(derived, STORAGE[dtype], device)
     )
 
 
@@ -120,13 +120,19 @@ __attribute__((visibility("default"))) int64_t fusedrnn_stage_launch(
 """
 
 
-def _cases(count: int, storage: str, device: str) -> str:
+def _cases(derived: DerivedPlan, storage: str, device: str) -> str:
     call = (
-        "run<{}, Stage{}>(backward != 0, *args, first, last)"
+        "run<{}, {}>(backward != 0, *args, first, last)"
         if device == "cpu"
-        else "launch<{}, Stage{}>(backward != 0, *args, rows, stream)"
+        else "launch<{}, {}>(backward != 0, *args, rows, stream)"
     )
-    return "".join(f"    case {i}: return {call.format(storage, i)};\n" for i in range(count))
+    names = [
+        f"InDouble<Stage{i}>" if stage.is_in_double() else f"Stage{i}"
+        for i, stage in enumerate(derived.stages)
+    ]
+    return "".join(
+        f"    case {i}: return {call.format(storage, name)};\n" for i, name in enumerate(names)
+    )
 
 
 def _stage(number: int, stage: PlannedStage, plan: StepPlan, derived: Derived) -> str:
@@ -260,6 +266,8 @@ class _Printer:
             self._set(node, self._mask(arg), True)
         elif arg in self._masks and node.kwargs.get("dtype") != torch.bool:
             self._set(node, f"math::select({self._text[arg]}, number<A>(1), A{{}})")
+        elif node.kwargs.get("dtype") == torch.float32:
+            self._set(node, f"A(float({self._value(arg)}))")
         else:
             self._same(node, arg)
 

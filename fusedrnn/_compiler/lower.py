@@ -43,7 +43,7 @@ from .columns import (
     spans_of,
 )
 from .expressions import Expression, Expressions, WeightBlock
-from .operations import COMPARISONS, FILLED, MOVES, POINTWISE, REDUCTIONS
+from .operations import COMPARISONS, FILLED, MOVES, OWN, POINTWISE, REDUCTIONS
 from .trace import Traced
 
 aten = torch.ops.aten
@@ -269,7 +269,7 @@ class Lowered:
         if value.is_complex() or value.is_sparse or value.is_nested:
             raise refusal(node, f"makes a tensor of {value.dtype}")
         packet = packet_of(node)
-        if packet in POINTWISE or packet in (stop, kept, aten.detach, aten._to_copy):
+        if packet in POINTWISE or packet in OWN or packet in (aten.detach, aten._to_copy):
             return self._pointwise(node, value)
         if node.target is operator.getitem:
             return self._reduction(node.args[0], value, node.args[1])  # type: ignore[arg-type]

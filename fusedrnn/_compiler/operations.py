@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._front.flat_step import kept, stop
+from .._front.flat_step import joined, kept, rounded, stop
 from .columns import packets
 
 aten = torch.ops.aten
@@ -178,7 +178,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
 _COPY = Operation("", smooth=True, apart=True, bounded=True)
 _ROWS = {row.target: row for rows in OPERATIONS.values() for row in rows if row.target is not None}
 POINTWISE = frozenset(_ROWS)
-_ROWS |= dict.fromkeys((aten.clone, aten.detach, aten._to_copy, kept, stop), _COPY)
+_ROWS |= dict.fromkeys((aten.clone, aten.detach, aten._to_copy, kept, rounded, stop), _COPY)
+_ROWS[joined] = _ROWS[aten.add]
 _ROWS |= {
     # What derivatives consist of besides.
     aten.sigmoid_backward: Operation("sigmoid_backward"),
@@ -192,6 +193,8 @@ def of(target: Any) -> Operation:
     return _ROWS.get(target) or _ROWS.get(getattr(target, "overloadpacket", None), _UNKNOWN)
 
 
+OWN = frozenset((joined, kept, rounded, stop))
+"""What this package says about numbers to later passes."""
 WHOLE = frozenset(target for target, row in _ROWS.items() if row.whole)
 COMPARISONS = frozenset(target for target, row in _ROWS.items() if row.mask and row.jumps)
 

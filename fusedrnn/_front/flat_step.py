@@ -32,6 +32,10 @@ _library.define("stop(Tensor x) -> Tensor")
 _library.impl("stop", lambda x: x.clone(), "CompositeExplicitAutograd")
 _library.define("kept(Tensor x) -> Tensor")
 _library.impl("kept", lambda x: x.clone(), "CompositeExplicitAutograd")
+_library.define("rounded(Tensor x) -> Tensor")
+_library.impl("rounded", lambda x: x.clone(), "CompositeExplicitAutograd")
+_library.define("joined(Tensor high, Tensor low) -> Tensor")
+_library.impl("joined", lambda high, low: high + low, "CompositeExplicitAutograd")
 _library.define("draw(Tensor like, int number, int[] shape, ScalarType dtype) -> Tensor")
 
 _library.impl(
@@ -45,6 +49,13 @@ stop = torch.ops.fusedrnn_step.stop
 
 kept = torch.ops.fusedrnn_step.kept
 """The identity; its operand is computed by a stage of its own."""
+
+rounded = torch.ops.fusedrnn_step.rounded
+"""The identity of float32; its stage computes in float64, and rounds here."""
+
+joined = torch.ops.fusedrnn_step.joined
+"""The sum of a number that has been rounded and of what that has lost; so is its gradient."""
+
 draw = torch.ops.fusedrnn_step.draw
 """The numbers of a draw of the step."""
 

@@ -331,7 +331,7 @@ def of_each_derivative(graphs: dict[str, Any], change: str) -> None:
 
 DAMAGED_FILES = """
 file.write_bytes(file.read_bytes()[:-40])
-cache.write(file, b"{")
+library_cache.write(file, b"{")
 file.chmod(0o666)
 """
 DAMAGED_RECORDS = """
