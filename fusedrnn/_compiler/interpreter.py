@@ -164,6 +164,7 @@ class _Step:
         else:
             made = list(_StageFunction.apply(self.derived.stages[i], len(stage.results), *inputs))
         for result, y in zip(form.outputs, made, strict=True):
+            y = y.to(self.carries[0].dtype)  # a choice of two constants is in float64
             self.values[result.value] = _reduced(y, result.kind, result.group)
 
 

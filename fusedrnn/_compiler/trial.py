@@ -150,7 +150,7 @@ class Trial:
             stream=number * MOST_DRAWS,
             distribution=distribution,
             dtype=self._dtype,
-        ).double()
+        ).to(self._computes_in)
 
     def _normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         # Drawn in float32, because float64 takes six times longer.
