@@ -98,7 +98,7 @@ def parts(out: Path) -> dict[str, Part]:
     """All parts, by name."""
     python = sys.executable
     math, scales = "tests/values/test_math.py", "tests/calls/test_scales.py"
-    programs = "tests/compiled/test_gpu_programs.py"
+    programs = "tests/runtime/test_gpu_programs.py"
     apart = [f"--ignore={path}" for path in (math, scales, programs)]
 
     def tests(name: str, limit_s: float, *options: str, workers: int = WORKERS) -> Part:

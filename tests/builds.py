@@ -203,10 +203,8 @@ def builds(speed: str) -> list[Build]:
 
 def printed(speed: str) -> dict[str, Callable[[], object]]:
     """Libraries whose source is printed: stages and programs, by name, with what makes each."""
-    sys.path.insert(0, str(TESTS / "compiled"))
-    import built_in_cells
-    import driver_cells
-    import stage_library
+    from compiler import stage_library
+    from runtime import built_in_cells, driver_cells
 
     def of_speed(parameters: list[Any]) -> list[Any]:
         """The parameters of tests that are not slower."""

@@ -5,9 +5,20 @@ from collections import Counter
 import pytest
 import torch
 from cases import allow_tf32
+from compiler.caches import cache_of_the_run, compiled_once, folder, interruptible, readable
 from emulator import emulated_operators, use
+from runtime.recorders import recorder
 
 from fusedrnn import _tuning as tuning
+
+__all__ = [  # fixtures
+    "cache_of_the_run",
+    "compiled_once",
+    "folder",
+    "interruptible",
+    "readable",
+    "recorder",
+]
 
 pytest.register_assert_rewrite("checks", "tf32", "flat_weights")
 # Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.
@@ -33,6 +44,12 @@ def _float32_is_not_rounded():
 def _chunks_are_replayed(monkeypatch):
     """Turns on the replay of chunks, which is off by default, so that tests cover it."""
     monkeypatch.setattr(tuning.switches, "replay_chunks", True)
+
+
+@pytest.fixture
+def steps_in_python(monkeypatch):
+    """Compiles no cells."""
+    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Every operation that programs know, in one place; an elementwise one has a row.
 
-What a flag claims is checked by numbers in tests/compiled/test_operation_table.py. A flag that is
+What a flag claims is checked by numbers in tests/compiler/test_operation_table.py. A flag that is
 not given is the cautious answer: then more steps are taken in Python, or get a library of their
 own, and none becomes wrong.
 """

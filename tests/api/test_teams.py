@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import HAS_OWN_PRODUCTS
-from compiled.stage_library import COMPILER, WARNINGS
+from compiler.stage_library import COMPILER, WARNINGS
 from torch import Tensor
 
 import fusedrnn

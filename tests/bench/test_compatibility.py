@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 from cases import allow_tf32
-from compiled.caches import cache_of_the_run, compiled_once
 
 sys.path.append(str(Path(__file__).parents[2]))  # last, so that fusedrnn is the installed one
 from bench.compatibility import document, rows
 from bench.compatibility.subjects import OURS, RIVALS, SUBJECTS
-
-__all__ = ["cache_of_the_run", "compiled_once"]  # fixtures, since Recurrent compiles
 
 ROWS = rows.all_rows()
 SAID = document.written(document.DOCUMENT.read_text())

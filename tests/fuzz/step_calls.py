@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from compiled.plain import Masks
+from runtime.plain import Masks
 from torch import Tensor
 
 from .step_source import Source

@@ -27,8 +27,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from compiled.interpreted import interpreted
-from compiled.plain import loop
+from compiler.interpreted import interpreted
+from runtime.plain import loop
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

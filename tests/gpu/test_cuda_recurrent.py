@@ -39,7 +39,7 @@ class Noisy(nn.Module):
 
 @pytest.fixture(autouse=True)
 def steps_in_python(monkeypatch):
-    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")  # compiled/test_gpu_programs.py has the others
+    monkeypatch.setenv("FUSEDRNN_COMPILE", "0")  # runtime/test_gpu_programs.py has the others
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from compiled.plain import at, loss_of, stacked
-from compiled.plain import loop as plain_loop
+from runtime.plain import at, loss_of, stacked
+from runtime.plain import loop as plain_loop
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

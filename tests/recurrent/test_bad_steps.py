@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Mixed, Unseen, generator
+from recurrent.loops import Mixed, Unseen, generator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedrnn
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
 
 T, B, H = 6, 3, 4
 X = torch.randn(T, B, H)

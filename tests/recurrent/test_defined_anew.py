@@ -9,13 +9,16 @@ import weakref
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from loops import F64, check_same, double, scan_loop
-from recorders import Repeated
+from recurrent.loops import F64, check_same, double, scan_loop
+from runtime.recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn._recurrent.layer_call import cell_memory_of
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
 
 T, B, H = 12, 3, 4
 

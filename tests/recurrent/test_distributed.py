@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compiled.interpreted import interpreted
-from compiled.plain import loop as plain_loop
-from compiled.plain import loss_of
+from compiler.interpreted import interpreted
+from runtime.plain import loop as plain_loop
+from runtime.plain import loss_of
 from torch import Tensor, nn
 
 import fusedrnn
 from fusedrnn._compiler import pipeline
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
 
 T, B, H = 9, 4, 6
 KINDS = ["ddp", "fsdp"]

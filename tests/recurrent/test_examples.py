@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("steps_in_python")
+
 ROOT = Path(__file__).parents[2]
 
 

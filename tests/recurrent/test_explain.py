@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compiled.plain import loop as plain_loop
-from loops import By, Mixed, Noisy, check_same, scan_loop, twice
+from recurrent.loops import By, Mixed, Noisy, check_same, scan_loop, twice
+from runtime.plain import loop as plain_loop
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,6 +19,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fusedrnn
 from fusedrnn._step.generators import drawn_from, global_generators, states_of
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
 
 
 def test_what_is_printed() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from cases import allow_tf32
-from loops import F64, By, Mixed
+from recurrent.loops import F64, By, Mixed
 from torch import Tensor, nn
 
 import fusedrnn
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
 
 T, B, H = 5, 3, 4
 

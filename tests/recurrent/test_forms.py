@@ -1,6 +1,6 @@
 """Forms of lengths and resets, and steps that have no derivative elsewhere, against the loop.
 
-compiled/test_published_cells.py has calls with all masks, by steps in Python too.
+runtime/test_published_cells.py has calls with all masks, by steps in Python too.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from compiled.plain import Masks, loop
-from loops import F64, By, check_same, double
+from recurrent.loops import F64, By, check_same, double
+from runtime.plain import Masks, loop
 from torch import Tensor, nn
 
 import fusedrnn
 
-pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
+pytestmark = [
+    pytest.mark.usefixtures("steps_in_python"),
+    pytest.mark.filterwarnings("error:fusedrnn"),
+]
 T, B, H = 8, 3, 4
 LENGTHS = [5, 8, 1]
 RESET = torch.tensor(

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from loops import WAYS, check_same, check_scan, double, generator, scan_loop, twice
-from recorders import Repeated
+from recurrent.loops import WAYS, check_same, check_scan, double, generator, scan_loop, twice
+from runtime.recorders import Repeated
 from torch import Tensor, nn
 
 import fusedrnn
 
-pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
+pytestmark = [
+    pytest.mark.usefixtures("steps_in_python"),
+    pytest.mark.filterwarnings("error:fusedrnn"),
+]
 T, B, H = 10, 3, 4
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import fusedrnn
 
+pytestmark = pytest.mark.usefixtures("steps_in_python")
+
 
 def test_outputs_of_two_directions() -> None:
     """They are concatenated in a dimension of their own, never in that of the batch."""

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from loops import F64, WAYS, By, Mixed, Noisy, check_cell, check_same, double, linear
-from recorders import Repeated
+from recurrent.loops import F64, WAYS, By, Mixed, Noisy, check_cell, check_same, double, linear
+from runtime.recorders import Repeated
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fusedrnn
 
-pytestmark = pytest.mark.filterwarnings("error:fusedrnn")
+pytestmark = [
+    pytest.mark.usefixtures("steps_in_python"),
+    pytest.mark.filterwarnings("error:fusedrnn"),
+]
 T, B, H = 11, 3, 4
 PAIRS = [(nn.RNNCell, nn.RNN), (nn.GRUCell, nn.GRU), (nn.LSTMCell, nn.LSTM)]
 

@@ -19,7 +19,7 @@ import subprocess
 import nvcc
 import pytest
 import torch
-from compiled.stage_library import COMPILER, TARGETS, cpu_flags, instruction_sets
+from compiler.stage_library import COMPILER, TARGETS, cpu_flags, instruction_sets
 
 from fusedrnn import reference
 

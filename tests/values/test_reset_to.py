@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled.plain import Masks, one_loop
+from runtime.plain import Masks, one_loop
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence

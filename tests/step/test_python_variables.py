@@ -1,0 +1,313 @@
+"""What a step changes in Python, and what it keeps there: counters, lists and tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from recurrent.loops import F64, double, loss_of, plain_loop
+from torch import Tensor, nn
+
+import fusedrnn
+
+pytestmark = pytest.mark.usefixtures("steps_in_python")
+
+SEQ_LEN, BATCH, H = 11, 3, 4
+Run = Callable[[Tensor, Tensor], Any]
+
+
+class Object:
+    count = 0
+
+
+COUNTS = [0]
+"""Of this Python module."""
+
+
+class Cell(nn.Module):
+    """A step whose ``change`` does something to the cell and to h; ``start`` sets attributes anew.
+
+    A change is a function or the text of its statements.
+    """
+
+    def __init__(self, change: Callable[[Any, Tensor], Tensor] | str, **attributes: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H, dtype=F64)
+        self.change = of_text(change) if isinstance(change, str) else change
+        self.attributes = attributes
+        self.start()
+
+    def start(self) -> None:
+        vars(self).pop("times", None)
+        for name, value in self.attributes.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def values(self) -> dict[str, Any]:
+        """Of the attributes now."""
+        names = [name for name in ("times", *self.attributes) if name in vars(self)]
+        values = {name: getattr(self, name) for name in names}
+        return {n: vars(v) if isinstance(v, Object) else v for n, v in values.items()}
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.change(self, h)) + x)
+
+
+def of_text(statements: str) -> Any:
+    space: dict[str, Any] = {}
+    lines = "\n    ".join(statements.splitlines())
+    exec(f"def change(cell, h):\n    {lines}\n    return h", globals(), space)
+    return space["change"]
+
+
+def given() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return double(SEQ_LEN, BATCH, H), double(BATCH, H)
+
+
+def check_both(cell: Cell, found: Callable[[Run], Any], **options: Any) -> None:
+    """Whatever ``found`` calls, it gets of Recurrent what it gets of the loop."""
+    results = []
+    for run in (fusedrnn.Recurrent(cell, **options), lambda x, h: plain_loop(cell, x, h)):
+        cell.start()
+        results.append(found(run))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10, check_stride=False)
+
+
+# What a step changes
+
+
+def cut(h: Tensor, count: int) -> Tensor:
+    return h.detach() if count % 4 == 0 else h
+
+
+TRUNCATED = "cell.count += 1; h = cut(h, cell.count)"
+GROWN = "cell.seen.append(len(cell.seen)); h = h * (1 + 0.1 * len(cell.seen))"
+BY_KEY = """cell.seen["steps"] = cell.seen.get("steps", 0) + 1
+h = h * (1 + 0.1 * cell.seen["steps"])"""
+IN_A_DICT = """counts = cell.seen["steps"][0]
+counts["count"] += 1
+h = cut(h, counts["count"])"""
+NOW_AND_THEN = """cell.counts["steps"] += 1
+if cell.counts["steps"] % 3 == 0:
+    cell.seen = [*cell.seen, cell.counts["steps"]]
+h = h.detach() if len(cell.seen) == 2 else h"""
+AROUND = """COUNTS[0] += 1
+cell.seen = COUNTS[0] % 1000
+h = h.detach() if COUNTS[0] % SEQ_LEN == 4 else h"""
+AVERAGED = "cell.mean = 0.9 * cell.mean + 0.1 * h.detach().mean(0); h = h + cell.mean"
+MADE_LATE = """cell.__dict__.setdefault("times", 0)
+cell.times += 1
+h = h * cell.times"""
+CHANGES: dict[str, Any] = {
+    "a list that is set anew, but not at the first step": (
+        NOW_AND_THEN,
+        {"counts": {"steps": 0}, "seen": []},
+    ),
+    "in containers": (IN_A_DICT, {"seen": {"steps": [{"count": 0}]}}),
+    "in an object": ("cell.seen.count += 1; h = cut(h, cell.seen.count)", {"seen": Object()}),
+    "around the function": (AROUND, {}),
+    "a count that decides about gradients alone": (TRUNCATED, {"count": 0}),
+    "a list": (GROWN, {"seen": []}),
+    "a deque": (GROWN, {"seen": deque()}),
+    "a dict": (BY_KEY, {"seen": {}}),
+    "a tensor that is no buffer": (AVERAGED, {"mean": torch.zeros(H, dtype=F64)}),
+    "an attribute that there is not before": (MADE_LATE, {}),
+}
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(("change", "attributes"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.usefixtures("recorder")
+def test_attributes_that_change(change: Any, attributes: Any, has_graphs: bool) -> None:
+    """Results, gradients, and the attributes afterwards, in several calls."""
+    cell, (x, h) = Cell(change, **attributes), given()
+
+    def calls(run: Run) -> Any:
+        for _ in range(3):
+            cell.start()
+            results = run(x, h)
+            gradients = torch.autograd.grad(loss_of(results), [x, h, *cell.parameters()])
+            yield [*results, *gradients, cell.values()]
+
+    check_both(cell, lambda run: [*calls(run)], cuda_graphs=has_graphs, chunk_size=3)
+
+
+def test_another_memory_before_backward() -> None:
+    """Each call has the gradient of the memory that it has read."""
+    cell, (x, h) = Cell(lambda cell, h: h + (h[:, None] * cell.memory).mean(1)), given()
+    memories = [double(5, H) for _ in range(2)]
+
+    def gradients(run: Run) -> Any:
+        total: Any = 0.0
+        for memory in memories:
+            cell.memory = memory
+            total = total + run(x, h)[0].square().sum()
+        return torch.autograd.grad(total, [x, h, *memories, *cell.parameters()])
+
+    check_both(cell, gradients)
+    assert cell.memory is memories[1]
+
+
+def test_a_list_that_is_taken_away_before_backward() -> None:
+    cell, (x, h) = Cell(GROWN, seen=[]), given()
+    output, _ = fusedrnn.Recurrent(cell)(x, h)
+    taken, cell.seen = cell.seen, []
+    output.sum().backward()
+    assert taken == [*range(SEQ_LEN)]
+    assert cell.seen == []
+
+
+def test_second_derivatives_of_what_a_count_decides() -> None:
+    cell, (x, h) = Cell(TRUNCATED, count=0), given()
+
+    def second(run: Run) -> Any:
+        (first,) = torch.autograd.grad(run(x, h)[0].square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [x, h])
+
+    check_both(cell, second)
+
+
+def test_trials_leave_attributes_alone() -> None:
+    cell, (x, h) = Cell(TRUNCATED, count=0), given()
+    rnn = fusedrnn.Recurrent(cell, workspace_bytes=10_000)
+    rnn.explain(x, h)
+    assert cell.count == 0
+    rnn(x, h)
+    assert cell.count == SEQ_LEN
+
+
+def test_numbers_of_two_kinds_count_once() -> None:
+    """The first step is taken twice, for the seed to come before what torch's generators give."""
+
+    draws = "nn.functional.dropout(nn.functional.alpha_dropout(h, 0.1, True), 0.1)"
+    cell, (x, h) = Cell(f"cell.count += 1; h = {draws}", count=0), given()
+    with torch.no_grad():
+        fusedrnn.Recurrent(cell)(x, h)
+    assert cell.count == SEQ_LEN
+
+
+def test_a_list_that_contains_itself() -> None:
+    """As nodes of a tree that know their parents; what is set in it is put back for backward."""
+
+    read = "cell.seen[1] = cell.seen[1] + 1; h = h * cell.seen[0][1] * cell.seen[2]"
+    cell, (x, h) = Cell(read), given()
+
+    def results(run: Run) -> Any:
+        cell.seen = [None, 1.0, torch.ones(H, dtype=F64)]
+        cell.seen[0] = cell.seen
+        output, state = run(x, h)
+        gradients = torch.autograd.grad(output.square().sum(), [x, *cell.parameters()])
+        return [output, state, *gradients, cell.seen[1]]
+
+    check_both(cell, results)
+
+
+# What a step keeps
+
+
+KEEP = "cell.kept.append(cell.linear(h))"
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "of"),
+    [
+        (
+            "cell.kept = cell.kept + h.square().sum() + cell.linear.weight.sum()",
+            0.0,
+            lambda kept: kept,
+        ),
+        (KEEP, [], lambda kept: sum(t.sum() for t in kept)),
+        ("cell.kept['last'] = [cell.linear(h)]", {}, lambda kept: kept["last"][0].sum()),
+    ],
+)
+def test_a_gradient_of_what_is_kept_is_an_error(change: Any, start: Any, of: Any) -> None:
+    """The values are there to look at, though."""
+    cell, (x, h) = Cell(change, kept=start), given()
+    check_both(cell, lambda run: run(x, h) and of(cell.kept))
+    cell.start()
+    output, _ = fusedrnn.Recurrent(cell)(x, h)
+    torch.autograd.grad(output.sum(), cell.linear.weight, retain_graph=True)
+    loss, what = (
+        output.sum() + of(cell.kept),
+        "a tensor that the step keeps in the attribute 'kept' of Cell",
+    )
+    with pytest.raises(RuntimeError, match=what):
+        torch.autograd.grad(loss, cell.linear.weight, retain_graph=True)
+    with pytest.raises(RuntimeError, match=what):
+        loss.backward()
+
+
+SKIPPED = "kept, cell.kept = cell.kept, h; h = h if kept is None else h + 0.5 * kept"
+SMOOTHED = "cell.kept = 0.9 * cell.kept + 0.1 * h; h = h + cell.kept"
+ALL = "cell.kept.append(h); h = h + torch.stack(cell.kept).mean(0)"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "start"), [(SKIPPED, None), (SMOOTHED, torch.zeros(H, dtype=F64)), (ALL, [])]
+)
+def test_a_gradient_through_what_is_kept_is_an_error(
+    change: Any, start: Any, chunk_size: int | None
+) -> None:
+    """It would end where a chunk begins."""
+    cell, (x, h) = Cell(change, kept=start), given()
+    output, _ = fusedrnn.Recurrent(cell, chunk_size=chunk_size)(x, h)
+    with pytest.raises(RuntimeError, match="an earlier step has kept in the attribute 'kept'"):
+        output.sum().backward()
+
+
+def test_the_last_value_is_read_detached() -> None:
+    """Also that of an earlier call."""
+
+    follows = "kept, cell.kept = cell.kept, cell.linear(h); h = h + 0.1 * kept.detach()"
+    cell, (x, h) = Cell(follows, kept=torch.zeros(H, dtype=F64)), given()
+    leaves = [x, h, *cell.parameters()]
+    check_both(
+        cell, lambda run: [torch.autograd.grad(run(x, h)[0].sum(), leaves) for _ in range(2)]
+    )
+
+
+def test_what_is_kept_detached_or_without_gradients() -> None:
+    cell, (x, h) = Cell("cell.kept.append(h.detach())", kept=[]), given()
+    fusedrnn.Recurrent(cell)(x, h)[0].sum().backward()
+    assert len(cell.kept) == SEQ_LEN
+    other = Cell(KEEP, kept=[])
+    with torch.no_grad():
+        fusedrnn.Recurrent(other)(x, h)
+    fusedrnn.Recurrent(other.requires_grad_(False))(x.detach(), h.detach())
+    assert len(other.kept) == 2 * SEQ_LEN
+    assert not any(tensor.requires_grad for tensor in [*cell.kept, *other.kept])
+
+
+# What is an error at once
+
+WRITTEN = "cell.mean.add_(h.detach().mean(0)); h = h + cell.mean"
+# As batch norm writes, which leaves the version as it is.
+WRITTEN_LATE = """cell.counts.append(0)
+if len(cell.counts) > 2:
+    nn.functional.batch_norm(h.detach(), cell.kept, cell.var, training=True)"""
+LEARNED = "cell.kept = 0.9 * cell.kept + h.mean(0); h = h + cell.kept"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (WRITTEN, "the tensor in the attribute 'mean' of Cell in place"),
+        (WRITTEN_LATE, "changes the buffer kept in a later step"),
+        (LEARNED, "a tensor with gradient into the buffer kept"),
+    ],
+)
+def test_errors(change: str, message: str) -> None:
+    mean = torch.zeros(H, dtype=F64)
+    cell, (x, h) = Cell(change, counts=[], mean=mean), given()
+    cell.register_buffer("kept", mean.clone())
+    cell.register_buffer("var", mean + 1)
+    rnn = fusedrnn.Recurrent(cell)
+    with pytest.raises(RuntimeError, match=message):
+        rnn(x, h)
+    with torch.no_grad():
+        rnn(x, h)
