@@ -196,7 +196,9 @@ def builds(speed: str) -> list[Build]:
     if speed == "quick":
         return quick
     # What takes longest comes first, since it is one source, and so one core.
-    slow = [emulator.SANITIZED, sanitized.LIBRARY] if sanitized.is_possible() else []
+    slow = [emulator.SANITIZED] if sanitized.is_possible() else []
+    if slow and speed == "nightly":
+        slow.append(sanitized.LIBRARY)
     slow += [emulator.seeded(), *quick, fake_cuda.LIBRARY, fake_runtime.LIBRARY]
     return list(dict.fromkeys([*slow, *persistent.programs(speed == "nightly")]))
 

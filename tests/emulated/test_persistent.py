@@ -288,8 +288,15 @@ def assert_planned_as_said(plans):
     assert found == {*itertools.product(range(len(CELLS)), (False, True), (1, 2, 4), (False, True))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", SMALL_SIZES, ids=str)
+# Five goes through all cells, dtypes and depths.
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, marks=pytest.mark.nightly if i % 5 else pytest.mark.slow)
+        for i, size in enumerate(SMALL_SIZES)
+    ],
+    ids=str,
+)
 def test_speed_sizes(chain, size):
     """Compares both passes as test_error_is_at_most_twice_that_of_single_steps() does.
 

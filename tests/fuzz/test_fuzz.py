@@ -36,8 +36,8 @@ CALLS = cases(CI, "valid", 0, 100) + cases(LATER, "valid", 100, 200)
 CALLS += cases(CI, "bad", 0, 400) + cases(LATER, "bad", 400, 800)
 CALLS += cases(CI, "steps", 0, 120) + cases(LATER, "steps", 120, *range(200, 2001, 200))
 CALLS += cases(CI, "scans", 0, 60) + cases(LATER, "scans", 60, *range(200, 1001, 200))
-SANITIZED = cases(CI, "valid", 0, 16) + cases(LATER, "valid", 16, 40)
-SANITIZED += cases(CI, "bad", 0, 80) + cases(LATER, "bad", 80, 200)
+# By a library that takes long to build; the emulation's sanitizers watch the same kernels in CI.
+SANITIZED = cases(LATER, "valid", 0, 40) + cases(LATER, "bad", 0, 80, 200)
 
 
 @pytest.mark.parametrize(("program", "first", "count"), CALLS)
@@ -73,7 +73,7 @@ def test_every_fault_is_found():
         assert kinds == ({expected} if expected else set()), record
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_sanitizer
 def test_red_zones_between_arrays_are_found():
     (record,) = batches.run("faults", OVERRUN, 1, is_sanitized=True)
