@@ -74,9 +74,14 @@ def run(use: Callable[..., FakeRuntime], scenario: str, order: int, folder: Path
     assert runtime.notes() == ""
 
 
+@pytest.mark.parametrize(
+    "orders", [range(4), pytest.param(range(4, 12), marks=pytest.mark.nightly)], ids=str
+)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_wait_is_missing(use: Callable[..., FakeRuntime], tmp_path: Path, scenario: str) -> None:
-    for order in range(12):
+def test_no_wait_is_missing(
+    use: Callable[..., FakeRuntime], tmp_path: Path, scenario: str, orders: Sequence[int]
+) -> None:
+    for order in orders:
         run(use, scenario, order, tmp_path)
 
 
