@@ -44,7 +44,7 @@ def test_equal_bits(kind: str) -> None:
     assert min(counts[name] for name in ("forwards", "backwards", "copies", "hits")) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_bits_of_many(kind: str) -> None:
     counts = run(kind, range(6, 36))
@@ -57,7 +57,7 @@ def test_steps_on_the_device(kind: str) -> None:
     run(kind, range(6), step_on="device")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_on_the_device_of_many(kind: str) -> None:
     run(kind, range(6, 20), step_on="device")
