@@ -22,12 +22,12 @@ _MOST = MOST_PIECES - 1
 
 
 def cumsum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
-    """Of many columns as a product by ones, which has all sums at once."""
+    """Of the last dimension as a product by ones, whose result is one piece of columns."""
     dim = dim % max(x.dim(), 1)
     if dim == 0 or not x.is_floating_point() or dtype not in (None, x.dtype):
         return NotImplemented
     count = x.shape[dim]
-    if count <= _MOST:
+    if dim < x.dim() - 1 and count <= _MOST:
         return _running(operator.add, x, dim)
     x = x.transpose(dim, -1)
     ones = torch.ones(count, count, dtype=x.dtype, device=x.device).triu()

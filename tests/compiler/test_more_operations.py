@@ -53,6 +53,7 @@ KINDS = {"unary": OF_ONE, "binary": OF_TWO, "row-wise": OF_ROWS, "reducing": OF_
 OPERATIONS = [(kind, text) for kind, block in KINDS.items() for text in block.split()]
 KNOWN = {*UNARY.split(), *BINARY.split(), *ROW_WISE.split(), *REDUCING.split()}
 OTHER_AT_INFINITY_TOO = {
+    "{}.unflatten(-1,(1,-1)).cumsum(-1).flatten(1)",
     "{}-{}.amax(-1,keepdim=True)",
     "{}.unflatten(-1,(1,-1)).amax((1,2))",
     "torch.linalg.vector_norm({},0.5,dim=-1)",
@@ -180,6 +181,9 @@ OF_MANY = {
     "prod of groups": lambda x: x.unflatten(-1, (20, 5)).prod(-1),
     "prod over groups": lambda x: x.unflatten(-1, (20, 5)).prod(-2),
     "cumsum": lambda x: x.cumsum(-1),
+    "cumsum as gates of groups": lambda x: (
+        x.unflatten(-1, (20, 5)) * x[:, :20].cumsum(-1)[..., None]
+    ),
     "cumsum of groups": lambda x: x.unflatten(-1, (20, 5)).cumsum(-2),
     "cumprod of some": lambda x: x[:, :63].cumprod(-1),
     "cumprod over groups": lambda x: x.unflatten(-1, (20, 5)).cumprod(-2),
@@ -205,7 +209,7 @@ def test_many_numbers(name: str) -> None:
 
 
 RUNNING = {
-    "cumsum": lambda x: x[:, :63].cumsum(-1),
+    "cumsum": lambda x: x[:, :24].cumsum(-1),
     "cumsum over groups": lambda x: x.unflatten(-1, (20, 5)).cumsum(-2).flatten(1),
     "cumsum of many": lambda x: x.cumsum(-1),
     "cumprod": lambda x: x[:, :63].cumprod(-1),
@@ -236,9 +240,10 @@ def test_errors_of_running_sums_and_products() -> None:
     exact = by(lambda x: Running()(x, x)[0], x.double())
     theirs = errors(by(lambda x: Running()(x, x)[0], x), exact, exact)
     ours = errors(by(lambda x: [y[0] for y in running()(x[None], x)[0]], x), exact, exact)
-    ones = torch.ones(100, 100).triu()
-    product = torch.autograd.functional.vjp(lambda x: x @ ones, x, seeds[2])[1]
-    theirs[2][1] = errors([[product]], [exact[2][1:]], [exact[2][1:]])[0][0]
+    for i, width in ((0, 24), (2, 100)):  # whose derivative is a product of matrices
+        ones = torch.eye(100, width).cumsum(1)
+        product = torch.autograd.functional.vjp(lambda x: x @ ones, x, seeds[i])[1]
+        theirs[i][1] = errors([[product]], [exact[i][1:]], [exact[i][1:]])[0][0]
     for name, mine, right in zip(RUNNING, ours, theirs, strict=True):
         print(f"{name}: {mine} for {right}")
         assert all(a <= 2 * b for a, b in zip(mine, right, strict=True)), name

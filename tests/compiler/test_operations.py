@@ -38,6 +38,8 @@ OTHER_AT_INFINITY = {
     "{}.var(-1,unbiased=False)",
     "torch.var_mean({},-1)[0]",
     "torch.std_mean({},-1)[1]",
+    "{}.cumsum(-1)",
+    "{}.flip(-1).cumsum(-1).flip(-1)",
     "{}.cumprod(-1)",
 }
 """Those that give NaN, or a number for NaN, in another place than torch where an argument is
