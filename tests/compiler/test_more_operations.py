@@ -21,8 +21,8 @@ import fusedrnn
 DTYPES = [
     torch.float32,
     pytest.param(torch.bfloat16, marks=pytest.mark.slow),
-    pytest.param(torch.float64, marks=pytest.mark.slow),
-    pytest.param(torch.float16, marks=pytest.mark.slow),
+    pytest.param(torch.float64, marks=pytest.mark.nightly),
+    pytest.param(torch.float16, marks=pytest.mark.nightly),
 ]
 """Of which each has libraries of its own, that take seconds to build."""
 OF_ONE = """
