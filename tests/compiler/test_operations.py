@@ -144,7 +144,7 @@ def by_itself(text: str, kind: str) -> Ran | str:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] if i % 3 else [])
+        pytest.param(*row, marks=([], [pytest.mark.slow], [pytest.mark.nightly])[i % 3])
         for i, row in enumerate(OPERATIONS)
     ],
 )
