@@ -45,7 +45,7 @@ def _high_part(x: Tensor) -> Tensor:
     count.
     """
     scale = 2.0 ** -math.ceil(math.log2(8 * x.shape[-1]))  # or else large numbers would overflow
-    unit = x.abs().amax(-1, keepdim=True) * (4 * x.shape[-1] * scale)
+    unit = stop(x.abs().amax(-1, keepdim=True)) * (4 * x.shape[-1] * scale)
     high: Tensor = stop(((x * scale + unit) - unit) / scale)
     return high
 

@@ -214,6 +214,7 @@ RUNNING = {
     "cumsum of many": lambda x: x.cumsum(-1),
     "cumprod": lambda x: x[:, :63].cumprod(-1),
     "cumprod over groups": lambda x: x.unflatten(-1, (20, 5)).cumprod(-2).flatten(1),
+    "cumsum of parts": lambda x: torch.cat([x[:, :50], 2 * x[:, 50:]], 1).cumsum(-1),
 }
 """In float32 on a CPU, torch computes these in float64."""
 
@@ -240,9 +241,10 @@ def test_errors_of_running_sums_and_products() -> None:
     exact = by(lambda x: Running()(x, x)[0], x.double())
     theirs = errors(by(lambda x: Running()(x, x)[0], x), exact, exact)
     ours = errors(by(lambda x: [y[0] for y in running()(x[None], x)[0]], x), exact, exact)
-    for i, width in ((0, 24), (2, 100)):  # whose derivative is a product of matrices
-        ones = torch.eye(100, width).cumsum(1)
-        product = [seeds[i] @ ones.T]
+    ones = torch.ones(100, 100).triu()
+    scaled = torch.cat([ones[:50], 2 * ones[50:]])
+    for i, by_ones in ((0, ones[:, :24]), (2, ones), (5, scaled)):  # derivatives are products
+        product = [seeds[i] @ by_ones.T]
         theirs[i][1] = errors([product], [exact[i][1:]], [exact[i][1:]])[0][0]
     for name, mine, right in zip(RUNNING, ours, theirs, strict=True):
         print(f"{name}: {mine} for {right}")
