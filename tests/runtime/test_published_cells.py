@@ -327,12 +327,12 @@ QUICK |= {"late reset, LayerNorm": torch.float32}
 
 
 def rounded() -> Iterator[Any]:
-    """Cells in float32, and in 16 bits in turn, all in CI; the quick tests have some of them."""
+    """Each cell in one dtype in CI, in turn; the quick tests have some of them."""
     cases = [case for case in CASES if case.compiles and not case.is_discrete]
     for i, case in enumerate(cases):
-        in_turn = (torch.float32, [torch.bfloat16, torch.float16][i % 2])
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            marks = [pytest.mark.slow if dtype in in_turn else pytest.mark.nightly]
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in dtypes:
+            marks = [pytest.mark.slow if dtype == dtypes[i % 3] else pytest.mark.nightly]
             is_quick = QUICK.get(case.name) == dtype
             yield pytest.param(
                 case, dtype, id=f"{case}, {str(dtype)[6:]}", marks=[] if is_quick else marks
