@@ -192,7 +192,8 @@ _UNDER_AUTOGRAD = {
     "fusedrnn_step.stop.default": torch.ops.aten.detach.default,
     "fusedrnn_step.kept.default": torch.ops.aten.clone.default,
     "fusedrnn_step.rounded.default": torch.ops.aten.clone.default,
-    "fusedrnn_step.joined.default": torch.ops.aten.add.Tensor,
+    # The first operand: nothing is rounded here, so the second one is zero.
+    "fusedrnn_step.joined.default": torch.ops.aten.expand_as.default,
 }
 """What has the derivatives of operations that are only for steps."""
 

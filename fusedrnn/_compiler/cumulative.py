@@ -72,10 +72,9 @@ def _running(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int)
         last = operation(last, one)
         found.append(rounded(last) if is_float else last)
         if i % _AT_ONCE == _AT_ONCE - 1:
-            lost = last - stop(found[-1])
-            last = kept(found[-1])
+            whole, last = last, kept(found[-1])
             if is_float:
-                last = joined(last, kept(lost))
+                last = joined(last, kept(whole - stop(found[-1])))
     return torch.cat(found, dim)
 
 

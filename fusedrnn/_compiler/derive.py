@@ -36,7 +36,10 @@ class Derived:
 
     def is_in_double(self) -> bool:
         """Whether it computes in float64 what it reads and writes in float32."""
-        return any(node.kwargs.get("dtype") == torch.float32 for node in self.forward.graph.nodes)
+        return any(
+            packet_of(node) is aten._to_copy and node.kwargs.get("dtype") == torch.float32
+            for node in self.forward.graph.nodes
+        )
 
     def has_choices(self) -> bool:
         """Whether a result or a derivative jumps where a number changes a little."""

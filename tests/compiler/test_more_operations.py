@@ -256,3 +256,24 @@ def test_running_sums_of_any_size(scale: float) -> None:
     x = torch.rand(4, 100).sub(0.5).mul(scale)
     for ours, right in zip(running()(x[None], x)[0][:3], Running()(x, x)[0], strict=False):
         torch.testing.assert_close(ours[0], right, rtol=1e-6, atol=scale * 1e-6)
+
+
+class RunningWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(100))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        w = self.weight[None]
+        sums = w.unflatten(-1, (20, 5)).cumsum(-2).flatten(1) + w.cumsum(-1)
+        return x * sums * w[:, :30].cumprod(-1).sum(-1, keepdim=True), h
+
+
+def test_running_sums_and_products_of_weights() -> None:
+    cell, x, found = RunningWeights(), torch.randn(2, 3, 100), []
+    for compile in ("require", "never"):
+        with interpreted():
+            y, _ = fusedrnn.Recurrent(cell, compile=compile)(x, torch.zeros(3, 100))
+            found.append([y, *torch.autograd.grad(y.square().sum(), cell.weight)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

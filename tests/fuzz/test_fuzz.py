@@ -36,7 +36,7 @@ CALLS = cases(CI, "valid", 0, 100) + cases(LATER, "valid", 100, 200)
 CALLS += cases(CI, "bad", 0, 400) + cases(LATER, "bad", 400, 800)
 CALLS += cases(CI, "steps", 0, 60) + cases(LATER, "steps", 60, *range(200, 2001, 200))
 CALLS += cases(CI, "scans", 0, 30) + cases(LATER, "scans", 30, *range(200, 1001, 200))
-# By a library that takes long to build; the emulation's sanitizers watch the same kernels in CI.
+# By a library that takes minutes to build, for which CI has no time.
 SANITIZED = cases(LATER, "valid", 0, 40) + cases(LATER, "bad", 0, 80, 200)
 
 
