@@ -100,8 +100,26 @@ def is_emulated(item):
     return in_folder or "emulator" in item.fixturenames or device == "emulated"
 
 
+def leave_for_the_night(items):
+    """Marks as nightly all but every nth test of functions that say ``ci_has_every(n)``.
+
+    An n that shares no factor with the number of a parameter's values goes through all of them in
+    turn. Tests that need a GPU do not count, since CI has none.
+    """
+    counts = Counter()
+    for item in items:
+        mark = item.get_closest_marker("ci_has_every")
+        if mark is None or item.get_closest_marker("cuda"):
+            continue
+        function = item.nodeid.partition("[")[0]
+        if counts[function] % mark.args[0]:
+            item.add_marker("nightly")
+        counts[function] += 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by marks
 def pytest_collection_modifyitems(items):
+    leave_for_the_night(items)
     for item in items:
         if is_emulated(item):
             item.add_marker("emulated")

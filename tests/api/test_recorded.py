@@ -194,6 +194,7 @@ def check_model(model, modes=("symbolic",)):
                 assert all(size.node.maybe_as_int() is None for size in input.shape[:-1])
 
 
+@pytest.mark.ci_has_every(3)
 @all_layers
 def test_graphs_of_layers(name, options):
     check_model(Model(LAYERS[name](INPUT, HIDDEN, **options)))

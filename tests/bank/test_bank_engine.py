@@ -49,6 +49,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRuntime]]
 WATCHED = [kind for kind in KINDS if kind != "recurrent"]
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("step_on", ["host", "device"])
 @pytest.mark.parametrize("kind", WATCHED)
 def test_equal_bits(use: Callable[..., FakeRuntime], kind: str, step_on: str) -> None:

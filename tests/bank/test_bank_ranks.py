@@ -50,6 +50,7 @@ def test_schedules_by_fsdp(tmp_path: Path) -> None:
     check(tmp_path, "cases", SCHEDULES, FSDP)
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ways", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_kinds_of_tasks(tmp_path: Path, ways: Sequence[str]) -> None:
@@ -79,7 +80,7 @@ def test_errors(tmp_path: Path) -> None:
     check(tmp_path, "errors", ERRORS, ["ddp", "fsdp+slots"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_errors_after_the_groups_timeout(tmp_path: Path) -> None:
     check(tmp_path, "errors", ERRORS, ["ddp+slots", "fsdp"])
     names = "a_rank_that_never_comes a_rank_that_forgets"

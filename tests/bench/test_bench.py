@@ -134,6 +134,7 @@ def test_what_the_short_form_leaves_out_is_said() -> None:
     assert report._left_out(said).endswith("measured by python -m bench --all: a, b")
 
 
+NIGHTLY = pytest.mark.nightly
 SPEED_MAP = speed_map.report({}).name  # has the name of the processor
 ALONE = [
     ("chunks", [], "chunks", ["automatic", "16", "32", "64", LSTM]),
@@ -146,7 +147,7 @@ ALONE = [
     ("train_text", ["--steps", "2", "--dtype", "bfloat16"], "train_text_bfloat16", None),
     pytest.param("any_cell_calls", [], "any_cell_calls", ["GRUCell"], marks=pytest.mark.slow),
     pytest.param("any_cell_large", [], "any_cell_large", ["ForumCell"], marks=pytest.mark.slow),
-    pytest.param("any_cell", ["--cell", "LateResetGRU"], "any_cell", None, marks=pytest.mark.slow),
+    pytest.param("any_cell", ["--cell", "LateResetGRU"], "any_cell", None, marks=NIGHTLY),
 ]
 
 

@@ -1,6 +1,6 @@
 """Rows of docs/compatibility.md: what holds of fusedrnn, and that the document says so.
 
-Rows of torch.compile run for one of our modules in turn, and nightly for the others.
+Rows run for one of our modules in turn, and nightly for the others.
 """
 
 from __future__ import annotations
@@ -79,11 +79,9 @@ def parts() -> Iterator[object]:
         able = [c for c in OURS if said_of(row).get(c) != rows.NOT_AVAILABLE] or OURS
         first = able[i % len(able)]
         rest = tuple(column for column in OURS if column != first)
-        compiles = row.group == "compile"
         marks = [getattr(pytest.mark, row.speed)] if row.speed else []
-        yield pytest.param(key, (first,) if compiles else OURS, marks=marks, id=key)
-        if compiles:
-            yield pytest.param(key, rest, marks=pytest.mark.nightly, id=f"{key}, the others")
+        yield pytest.param(key, (first,), marks=marks, id=key)
+        yield pytest.param(key, rest, marks=pytest.mark.nightly, id=f"{key}, the others")
 
 
 @pytest.mark.parametrize(("key", "columns"), list(parts()))

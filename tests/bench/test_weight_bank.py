@@ -122,6 +122,7 @@ def test_rows_that_are_not_reached(
     assert len(late.failures) == len(of_targets)
 
 
+@pytest.mark.nightly
 def test_an_error_costs_its_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:

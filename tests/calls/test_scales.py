@@ -35,6 +35,7 @@ def _one_thread(threads):
     threads(1)
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.timeout(6 * 3600 if EXHAUSTIVE else 600)
 @pytest.mark.parametrize("is_quick", QUICK_OR_NOT)
 @pytest.mark.parametrize("backends", BACKENDS_OF)

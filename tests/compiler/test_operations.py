@@ -141,13 +141,8 @@ def by_itself(text: str, kind: str) -> Ran | str:
     return made
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        pytest.param(*row, marks=([], [pytest.mark.slow], [pytest.mark.nightly])[i % 3])
-        for i, row in enumerate(OPERATIONS)
-    ],
-)
+@pytest.mark.ci_has_every(3)
+@pytest.mark.parametrize(("kind", "text"), OPERATIONS)
 def test_derivatives_at_corners(kind: str, text: str) -> None:
     """By programs that torch runs, so what is wrong here is no matter of C++."""
     run = by_itself(text, kind)
@@ -207,6 +202,7 @@ def scaled(width: int, scales: Sequence[float], dtype: torch.dtype) -> Tensor:
     return (rows * torch.tensor(scales, dtype=torch.float64)[:, None, None]).flatten(0, 1).to(dtype)
 
 
+@pytest.mark.ci_has_every(4)
 @pytest.mark.parametrize("width", [3, 8, 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_squares_that_overflow_or_vanish(dtype: torch.dtype, width: int) -> None:

@@ -80,6 +80,7 @@ def outputs_of(found):
 # --- values --------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("case", in_turn(CASES, WIDEST), ids=str)
 def test_error_is_at_most_twice_that_of_single_steps(chain, case):
     """Errors are against the loop in float64; and both protocols give the same bits."""
@@ -89,6 +90,7 @@ def test_error_is_at_most_twice_that_of_single_steps(chain, case):
     assert_same(chain(case.results, exchange=FLAGS, schedule=2), packets)
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("case", in_turn(FLOAT_CASES, FLOAT_WIDEST), ids=str)
 def test_floats_are_rounded_to_tf32_and_nothing_else_is(chain, case):
     """Results are near the loop that rounds by hand, compared with that loop's own error."""
@@ -113,6 +115,7 @@ def test_floats_are_stepwise_where_torch_does_not_allow_tf32(chain):
         chain(lambda: FLOAT.results(backend="persistent"), tf32=False)
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("case", in_turn(MASKED_CASES, every=5), ids=str)
 def test_order_of_threads_and_place_of_rows_make_no_difference(chain, case):
     """The order of threads varies, and so does the number of tiles in a group."""
@@ -236,6 +239,7 @@ NAN_CASES = [
 ]
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("case", in_turn(NAN_CASES, every=4), ids=str)
 def test_nan_and_infinity_go_through(chain, case):
     """Results are those of single steps, and no thread waits for ever."""

@@ -76,6 +76,7 @@ def undisturbed(problem):
     return printed
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.parametrize("problem", each_night(FORWARD_PROBLEMS + BACKWARD_PROBLEMS))
 def test_no_access_is_unordered(problem):
     assert "WARNING" not in undisturbed(problem)

@@ -32,10 +32,10 @@ def cases(mark, program, *edges):
     return [pytest.param(program, a, b - a, marks=mark, id=f"{program} {a}") for a, b in pairs]
 
 
-CALLS = cases(CI, "valid", 0, 100) + cases(LATER, "valid", 100, 200)
+CALLS = cases(CI, "valid", 0, 50) + cases(LATER, "valid", 50, 200)
 CALLS += cases(CI, "bad", 0, 400) + cases(LATER, "bad", 400, 800)
-CALLS += cases(CI, "steps", 0, 60) + cases(LATER, "steps", 60, *range(200, 2001, 200))
-CALLS += cases(CI, "scans", 0, 30) + cases(LATER, "scans", 30, *range(200, 1001, 200))
+CALLS += cases(CI, "steps", 0, 30) + cases(LATER, "steps", 30, *range(200, 2001, 200))
+CALLS += cases(CI, "scans", 0, 15) + cases(LATER, "scans", 15, *range(200, 1001, 200))
 # By a library that takes minutes to build, for which CI has no time.
 SANITIZED = cases(LATER, "valid", 0, 40) + cases(LATER, "bad", 0, 80, 200)
 

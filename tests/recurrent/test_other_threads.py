@@ -160,6 +160,7 @@ def by_scan(cell: nn.Module, x: Tensor) -> Any:
 RUNS = [by_recurrent, by_scan]
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.parametrize("run", RUNS)
 def test_first_uses_are_not_seen(run: Callable[..., Any]) -> None:
     """Nor what comes after them: backward, gradients of gradients, a batch of one row."""

@@ -35,12 +35,19 @@ IN_PYTHON = "in Python"
 """Steps in the place of a program."""
 
 
+def is_compiled_in_float64(case: Case) -> bool:
+    """Whether CI has C++ of it in float64. It has every other cell in a dtype of fewer bits."""
+    return case in SEVERAL or CASES.index(case) % 2 == 0
+
+
 def marked(case: Case, backend: str) -> Any:
     """The quick tests have C++ of several cells, and no C++ of the others."""
     if backend == IN_PYTHON:
         marks = []
     elif backend == "emulated":
         marks = [pytest.mark.slow if case in SEVERAL else pytest.mark.nightly]
+    elif backend == "compiled" and not is_compiled_in_float64(case):
+        marks = [pytest.mark.nightly]
     elif (backend == "interpreted") == (case in SEVERAL):
         marks = [pytest.mark.nightly if backend == "interpreted" else pytest.mark.slow]
     else:
@@ -327,12 +334,13 @@ QUICK |= {"late reset, LayerNorm": torch.float32}
 
 
 def rounded() -> Iterator[Any]:
-    """Each cell in one dtype in CI, in turn; the quick tests have some of them."""
+    """Cells in one dtype in CI, in turn; the quick tests have some of them."""
     cases = [case for case in CASES if case.compiles and not case.is_discrete]
     for i, case in enumerate(cases):
         dtypes = (torch.float32, torch.bfloat16, torch.float16)
         for dtype in dtypes:
-            marks = [pytest.mark.slow if dtype == dtypes[i % 3] else pytest.mark.nightly]
+            is_in_ci = dtype == dtypes[i % 3] and not is_compiled_in_float64(case)
+            marks = [pytest.mark.slow if is_in_ci else pytest.mark.nightly]
             is_quick = QUICK.get(case.name) == dtype
             yield pytest.param(
                 case, dtype, id=f"{case}, {str(dtype)[6:]}", marks=[] if is_quick else marks

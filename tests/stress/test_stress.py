@@ -51,6 +51,7 @@ def test_bits_are_those_of_nan_and_of_zero_too():
     assert not same_bits(a, a.double())
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.parametrize("leak", ["tensor", "object", "malloc"])
 def test_a_leak_is_noticed(leak):
     kept = []

@@ -121,6 +121,7 @@ def check(fresh, case, subsets, **options):
             assert torch.equal(found, all_of_it), (i, bin(wanted))
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_all_gradients(dtypes, fresh, case, options):

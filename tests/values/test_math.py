@@ -111,6 +111,7 @@ def test_over_floats(math_sweep, isa, function, stride):
     print(f"{isa}, {said}", end="")
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.slow  # compiles a program for each bug
 @pytest.mark.parametrize(
     ("bug", "wanted"),

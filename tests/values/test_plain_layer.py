@@ -181,6 +181,7 @@ def test_what_is_none_is_zero(cell):
     assert_close(flat_of(found[1]), flat_of(expected[1]))
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.parametrize("options", ["plain", "masks both lengths", "packed both reset"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_third_order(cell, options):
