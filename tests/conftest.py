@@ -1,5 +1,6 @@
 """Fixtures, options and marks that all tests share."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -20,11 +21,19 @@ __all__ = [  # fixtures
     "recorder",
 ]
 
+gc.set_threshold(100_000, 50, 50)  # torch.compile makes many objects that stay
 pytest.register_assert_rewrite("checks", "tf32", "flat_weights")
 # Otherwise torch.testing, which some tests load, would forbid later tests to set cuDNN's flags.
 torch.backends.disable_global_flags = lambda: None
 # Several threads add sums in another order: what torch's errors are would depend on the machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_at_new_objects():
+    """Leaves out what earlier files have left, such as torch.compile's graphs: gigabytes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

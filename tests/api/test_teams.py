@@ -144,6 +144,7 @@ def test_bits_of_a_compiled_cell(threads) -> None:
     assert_bits_do_not_depend_on_threads(threads, lambda: results_of_cell(recurrent, input))
 
 
+@pytest.mark.ci_has_every(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", ["plain", "resets", "lengths"])
 @pytest.mark.parametrize("cell", [LayerNormLSTMCell, PeepholeLSTMCell])

@@ -49,7 +49,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeRuntime]]
 WATCHED = [kind for kind in KINDS if kind != "recurrent"]
 
 
-@pytest.mark.ci_has_every(3)
+@pytest.mark.ci_has_every(5)
 @pytest.mark.parametrize("step_on", ["host", "device"])
 @pytest.mark.parametrize("kind", WATCHED)
 def test_equal_bits(use: Callable[..., FakeRuntime], kind: str, step_on: str) -> None:
@@ -86,6 +86,7 @@ def test_no_wait_is_missing(
         run(use, scenario, order, tmp_path)
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_missing_wait_is_noticed(
     use: Callable[..., FakeRuntime],

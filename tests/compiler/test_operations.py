@@ -5,7 +5,6 @@ A program is compared to its step on random numbers only, which meet none of the
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,6 +43,31 @@ OTHER_AT_INFINITY = {
 }
 """Those that give NaN, or a number for NaN, in another place than torch where an argument is
 infinite or NaN. docs/your-own-cell.md says so."""
+
+REFUSED = {
+    "torch.asinh({})",
+    "torch.atanh(0.9*{}.tanh())",
+    "torch.acosh({}.abs()+1.1)",
+    "torch.erfc({})",
+    "F.rrelu({},training=False)",
+    "torch.special.log_ndtr({})",
+    "torch.special.i0({}.tanh())",
+    "torch.lgamma({}.abs()+1)",
+    "torch.digamma({}.abs()+1)",
+    "torch.erfinv(0.7*{}.tanh())",
+    "{}.float().double()",
+    "torch.heaviside({},torch.zeros((),dtype=torch.float64))",
+    "torch.fmax({a},{b})",
+    "torch.fmin({a},{b})",
+    "torch.copysign({a},{b})",
+    "{a}.float().double()+{b}",
+    "torch.nextafter({a},{b})",
+    "{}.sort(-1).values",
+    "torch.cummax({},-1).values",
+    "{}.logcumsumexp(-1)",
+    "{}.median(-1).values",
+}
+"""Those that cannot be compiled."""
 
 
 class Cell(nn.Module):
@@ -129,25 +153,15 @@ def differences(ours: Any, theirs: Any, x: Any, tolerance: float) -> list[str]:
     return found
 
 
-@functools.cache
-def by_itself(text: str, kind: str) -> Ran | str:
-    """A program of one operation that torch runs; or why it has none."""
-    made = Ran([text], torch.float64)
-    with interpreted():
-        try:
-            made.by_program(corners(kind, torch.float64, True))
-        except RuntimeError as error:
-            return str(error)
-    return made
-
-
 @pytest.mark.ci_has_every(3)
 @pytest.mark.parametrize(("kind", "text"), OPERATIONS)
 def test_derivatives_at_corners(kind: str, text: str) -> None:
     """By programs that torch runs, so what is wrong here is no matter of C++."""
-    run = by_itself(text, kind)
-    if isinstance(run, str):
-        pytest.skip(run)
+    run = Ran([text], torch.float64)
+    if text in REFUSED:
+        with pytest.raises(RuntimeError, match="cannot be compiled"):
+            run.by_program(corners(kind, torch.float64, True))
+        return
     for is_finite in (True, False):
         x = corners(kind, torch.float64, is_finite)
         with interpreted():
@@ -160,7 +174,7 @@ def test_derivatives_at_corners(kind: str, text: str) -> None:
 def groups() -> Iterator[Any]:
     """As many operations as have a library together. CI has all of them in float32."""
     for kind in KINDS:
-        texts = [text for of, text in OPERATIONS if of == kind]
+        texts = [text for of, text in OPERATIONS if of == kind and text not in REFUSED]
         for i in range(0, len(texts), 16):
             for dtype in (torch.float32, torch.float64):
                 is_quick = kind == "reducing" and i == 0
@@ -177,7 +191,6 @@ def groups() -> Iterator[Any]:
 @pytest.mark.parametrize(("kind", "texts", "dtype"), list(groups()))
 def test_compiled_operations_at_corners(kind: str, texts: list[str], dtype: torch.dtype) -> None:
     """Several operations in one library."""
-    texts = [text for text in texts if isinstance(by_itself(text, kind), Ran)]
     run, tolerance = Ran(texts, dtype), {8: 1e-9, 4: 1e-4}[dtype.itemsize]
     for is_finite in (True, False):
         x = corners(kind, dtype, is_finite)

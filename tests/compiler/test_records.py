@@ -398,7 +398,7 @@ def damages() -> Iterator[Any]:
         yield pytest.param(line, dtype, id=f"{line}, {dtype}", marks=marks)
 
 
-@pytest.mark.ci_has_every(3)
+@pytest.mark.ci_has_every(4)
 @pytest.mark.parametrize(("line", "dtype"), list(damages()))
 def test_damaged_records_are_made_anew(
     line: str, dtype: torch.dtype, folder: Path, traces: list[str], first_uses: FirstUse

@@ -123,6 +123,7 @@ BUGS_OF = {
 }
 
 
+@pytest.mark.ci_has_every(2)
 @pytest.mark.parametrize(
     ("problem", "exchange", "bug"),
     [

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from nvcc import CSRC, SOURCES, Compiled, compiled, each_architecture, needs_nvcc
 
-pytestmark = pytest.mark.slow  # compiles all kernels: for one GPU in CI, for others each night
+pytestmark = pytest.mark.slow
+each_night = pytest.mark.nightly  # compiles all kernels, which CI does once, for the package
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def of_all_kernels(architecture: str) -> tuple[str, str]:
     return "".join(each.said for each in found), "".join(each.ptx for each in found)
 
 
+@each_night
 @needs_nvcc
 @each_architecture
 def test_kernels_need_no_local_memory(architecture: str) -> None:
@@ -116,6 +118,7 @@ def test_kernels_need_no_local_memory(architecture: str) -> None:
         pytest.fail("\n".join(bad), pytrace=False)
 
 
+@each_night
 @needs_nvcc
 @each_architecture
 def test_aligned_kernels_access_memory_in_wide_words(architecture: str) -> None:
@@ -137,6 +140,7 @@ MMA = {"BFloat16": ("m16n8k16", "bf16"), "Half": ("m16n8k16", "f16"), "float": (
 GATES = {"Sample": 2, "Linear": 1, "Gru": 3, "Lstm": 4}  # products of a stage
 
 
+@each_night
 @needs_nvcc
 @each_architecture
 @pytest.mark.parametrize("kernel", ["run_persistent", "run_persistent_backward"])
@@ -165,6 +169,7 @@ def test_persistent_kernels_use_tensor_cores_and_few_fences(kernel: str, archite
 PHILOX = [0xCD9E8D57, 0xD2511F53]  # Philox multiplies 32 bits by these, to 64 bits
 
 
+@each_night
 @needs_nvcc
 @each_architecture
 def test_steps_of_persistent_kernels_compute_nothing_slow(architecture: str) -> None:

@@ -22,6 +22,7 @@ from stress.threads import repetitions, verdict
 GRU = CELLS["gru"]
 
 
+@pytest.mark.ci_has_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_nothing_is_wrong(name):
@@ -51,8 +52,8 @@ def test_bits_are_those_of_nan_and_of_zero_too():
     assert not same_bits(a, a.double())
 
 
-@pytest.mark.ci_has_every(2)
-@pytest.mark.parametrize("leak", ["tensor", "object", "malloc"])
+@pytest.mark.ci_has_every(3)
+@pytest.mark.parametrize("leak", ["malloc", "tensor", "object"])
 def test_a_leak_is_noticed(leak):
     kept = []
     libc = ctypes.CDLL(None)

@@ -34,10 +34,13 @@ FIRST_AHEAD, SECOND_AHEAD = 0, 1
 TUNING = _helpers.TUNING["replay"] + _helpers.TUNING["overlap"]
 
 
-SLOW = [pytest.param(which, marks=pytest.mark.slow) for which in ("emulated", FIRST_AHEAD)]
+EMULATED = pytest.mark.emulated
+SLOW = [
+    pytest.param(which, marks=[pytest.mark.slow, EMULATED]) for which in ("emulated", FIRST_AHEAD)
+]
 
 
-@pytest.fixture(params=["cpu", SECOND_AHEAD, *SLOW])
+@pytest.fixture(params=["cpu", pytest.param(SECOND_AHEAD, marks=EMULATED), *SLOW])
 def dtypes(request):
     """Chooses the backend: the CPU, a GPU's kernels for single steps, or its persistent kernels.
 
