@@ -34,7 +34,7 @@ else:
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 __version__ = _version("fusedrnn")

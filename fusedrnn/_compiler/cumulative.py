@@ -17,6 +17,7 @@ from .columns import MOST_PIECES
 
 _AT_ONCE = 8
 """Numbers that one stage adds up or multiplies."""
+_LARGEST = torch.finfo(torch.float32).max
 _MOST = MOST_PIECES - 1
 """Of results that are columns apart."""
 
@@ -74,7 +75,9 @@ def _running(operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int)
         if i % _AT_ONCE == _AT_ONCE - 1:
             whole, last = last, kept(found[-1])
             if is_float:
-                last = joined(last, kept(whole - stop(found[-1])))
+                # Of an infinite number nothing is lost: inf - inf would be NaN.
+                lost = whole - stop(found[-1].clamp(-_LARGEST, _LARGEST))
+                last = joined(last, kept(lost))
     return torch.cat(found, dim)
 
 

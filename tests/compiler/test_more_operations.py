@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -249,6 +250,19 @@ def test_errors_of_running_sums_and_products() -> None:
     for name, mine, right in zip(RUNNING, ours, theirs, strict=True):
         print(f"{name}: {mine} for {right}")
         assert all(a <= 2 * b for a, b in zip(mine, right, strict=True)), name
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_running_sums_and_products_that_overflow(is_compiled: bool) -> None:
+    """Also behind the eighth number, where what rounding has lost is added."""
+    texts = ["{}.cumprod(-1)", "{}.unflatten(-1,(12,1)).cumsum(-2).flatten(1)"]
+    infinite = torch.ones(12).index_fill(0, torch.tensor(2), float("inf"))
+    x = torch.stack([torch.full((12,), 1e10), torch.full((12,), 3e38), infinite, -infinite])
+    run = Ran(texts, torch.float32)
+    with nullcontext() if is_compiled else interpreted():
+        ours = run.by_program((x, x.clone()))
+    for mine, right in zip(ours, run.by_torch((x, x.clone())), strict=True):
+        torch.testing.assert_close(mine[0], right[0])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e10, 3e36])
