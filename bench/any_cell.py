@@ -1,10 +1,9 @@
 """Memory and time of cells that users write: ``python -m bench.any_cell``.
 
 A training step of each cell of docs/examples/published_cells.py, by a plain loop, by a loop in
-which torch.utils.checkpoint wraps each chunk, and by Recurrent, compiled and with steps in Python,
-on a GPU also with CUDA graphs. With --torch-compile also by a loop over the cell by torch.compile,
-and by torch's own ``scan``, which takes minutes per cell. torch.distributions do not check
-arguments, as torch.compile has it.
+which torch.utils.checkpoint wraps each chunk, and by Recurrent, compiled and with steps in Python.
+With --torch-compile also by a loop over the cell by torch.compile, and by torch's own ``scan``,
+which takes minutes per cell. torch.distributions do not check arguments, as torch.compile has it.
 
 Also seconds of the first use of a compiled cell: any_cell_first.py. On a GPU these come first, so
 nvcc has built all libraries; each cell has a process of its own, and allocations are not counted.
@@ -19,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,7 +29,6 @@ from .any_cell_steps import (
     BUILT_IN,
     CHECKPOINT,
     COMPILED_LOOP,
-    GRAPHS,
     LOOP,
     OURS,
     PROGRAM,
@@ -53,16 +51,13 @@ from .report import Report, Run, Table, Target, main, mib, set_up_torch
 from .sweep import LATER_STALL_S, Budget, not_reached, release, why_none
 from .worker import Notes, Row, measure_apart
 
-T = TypeVar("T")
-
 ON_CPU = (LOOP, CHECKPOINT, PROGRAM, BUILT_IN, OURS)
 WITH_COMPILER = (COMPILED_LOOP, SCAN)
-ON_CUDA_FIRST, ON_CUDA_THEN = (LOOP, PROGRAM, BUILT_IN), (GRAPHS, OURS, CHECKPOINT)
-ON_CUDA_WITH_COMPILER = (COMPILED_LOOP, SCAN)
+ON_CUDA_FIRST, ON_CUDA_THEN = (LOOP, PROGRAM, BUILT_IN), (OURS, CHECKPOINT)
 
 PEAK_LIMIT = 0.25
 BUILT_IN_LIMIT, BUILT_IN_TARGET = 1.1, "ForumCell"  # of a program's memory and time
-TIME_LIMITS = {OURS: 1.6, PROGRAM: 0.75, GRAPHS: 0.3}
+TIME_LIMITS = {OURS: 1.6, PROGRAM: 0.75}
 ROUNDS, BUDGET_S = 5, 20.0  # seconds for the times of a cell, or of a contender on a GPU
 CUDA_BUDGET_S = 1.0
 STALL_S = 60.0  # without a note from a contender, on a GPU
@@ -109,7 +104,7 @@ def run(run: Run) -> Report:
     for seq_len in over:
         long = Size(seq_len, size.batch, size.width)
         peaks = {
-            name: _warm(Step(name, plotted, long, "cpu"), measure_memory).peak_bytes
+            name: measure_memory(_warm(Step(name, plotted, long, "cpu"))).peak_bytes
             for name in (LOOP, CHECKPOINT, OURS, PROGRAM)
         }
         growth.append({"seq_len": seq_len, "peak_bytes": peaks})
@@ -122,14 +117,14 @@ def run(run: Run) -> Report:
 def run_on_cuda(run: Run) -> Report:
     """Measures all cells on a GPU, until the time is up."""
     size, cases = _size(run), _cases(run)
-    names = ON_CUDA_FIRST + ON_CUDA_THEN + ON_CUDA_WITH_COMPILER * run.options.torch_compile
+    names = ON_CUDA_FIRST + ON_CUDA_THEN + WITH_COMPILER * run.options.torch_compile
     results: dict[str, dict[str, Row]] = {
         c.name: dict.fromkeys(contenders(c, names), not_reached(run)) for c in cases
     }
     # What needs torch's compiler takes longest, and comes when all cells have the rest.
     jobs = [(case, group, STALL_S) for group in (ON_CUDA_FIRST, ON_CUDA_THEN) for case in cases]
     if run.options.torch_compile:
-        jobs += [(case, ON_CUDA_WITH_COMPILER, LATER_STALL_S) for case in cases]
+        jobs += [(case, WITH_COMPILER, LATER_STALL_S) for case in cases]
     task = run.progress.add_task("any_cell", total=1 + len(jobs))
     budget = Budget(run)
     with tempfile.TemporaryDirectory() as cache:
@@ -178,13 +173,19 @@ def _cases(run: Run) -> list[Case]:
     return sorted(cases, key=lambda case: place.get(case.name, len(FIRST)))
 
 
-def measured(case: Case, size: Size, names: Sequence[str], rounds: int) -> dict[str, Row]:
-    """Peaks, allocations and times on the CPU, or why there are none."""
+def measured(
+    case: Case, size: Size, names: Sequence[str], rounds: int, of_inputs: bool = False
+) -> dict[str, Row]:
+    """Peaks, allocations and times on the CPU, or why there are none.
+
+    Args:
+        of_inputs: Whether the inputs get gradients, too.
+    """
     torch.compiler.reset()
     rows: dict[str, Row] = {}
     steps = {}
     for name in names:
-        rows[name], step = _memory_of(name, case, size, "cpu")
+        rows[name], step = _memory_of(name, case, size, "cpu", of_inputs)
         if step is not None:
             steps[name] = step.train
     times = interleaved_ms(steps, rounds=rounds, budget_s=BUDGET_S)
@@ -193,16 +194,18 @@ def measured(case: Case, size: Size, names: Sequence[str], rounds: int) -> dict[
     return rows
 
 
-def _memory_of(name: str, case: Case, size: Size, device: str) -> tuple[Row, Step | None]:
+def _memory_of(
+    name: str, case: Case, size: Size, device: str, of_inputs: bool = False
+) -> tuple[Row, Step | None]:
     """The row of a contender without its times, and its step; or why there is none."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step = Step(name, case, size, device)
+            step = Step(name, case, size, device, of_inputs)
             if device == "cuda":
-                row = {"peak_bytes": _warm(step, cuda_peak_bytes)}
+                row = {"peak_bytes": cuda_peak_bytes(_warm(step))}
             else:
-                row = asdict(_warm(step, measure_memory))
+                row = asdict(measure_memory(_warm(step)))
             row["output_bytes"] = step.output_bytes
     except Exception as error:  # whatever the compiler raises
         if names_fault(str(error)):
@@ -213,11 +216,10 @@ def _memory_of(name: str, case: Case, size: Size, device: str) -> tuple[Row, Ste
     return row | ({"note": notes[0]} if notes else {}), step
 
 
-def _warm(step: Step, measured: Callable[[Callable[[], object]], T]) -> T:
-    """What ``measured`` finds of the third call. The second one is the first to record graphs."""
+def _warm(step: Step) -> Callable[[], object]:
+    """What takes a training step, after the first one, which may compile."""
     step.train()
-    step.train()
-    return measured(step.train)
+    return step.train
 
 
 def _report(
@@ -229,7 +231,7 @@ def _report(
     left_out: Sequence[str] = (),
 ) -> Report:
     results = {cell: with_ratios(of_cell) for cell, of_cell in rows.items()}
-    tables = [table(size, results, names), _unable(results)]
+    tables = [table(size, results, names), unable(results)]
     content: dict[str, Any] = {"size": asdict(size), "cells": results}
     if growth:
         content["over_seq_len"] = growth
@@ -313,7 +315,8 @@ def table(size: Size, results: dict[str, Any], names: Sequence[str]) -> Table:
     return Table(f"A training step as a multiple of the plain loop's, {size}", columns, rows)
 
 
-def _unable(results: dict[str, Any]) -> Table | None:
+def unable(results: dict[str, Any]) -> Table | None:
+    """Contenders that did not run, and why; None if all did."""
     rows = [
         [cell, name, reason]
         for cell, result in results.items()

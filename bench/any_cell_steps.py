@@ -16,7 +16,7 @@ from docs.examples.published_cells import Case
 
 LOOP, CHECKPOINT, COMPILED_LOOP = "plain loop", "checkpoint per chunk", "loop, torch.compile"
 PROGRAM, SAVED = "Recurrent, compiled cell", "the same, recompute=False"
-OURS, GRAPHS = "Recurrent, loop", "Recurrent, CUDA graphs"
+OURS = "Recurrent, loop"
 SCAN = "torch's scan"
 BUILT_IN = "built-in"
 BUILT_IN_LAYERS: dict[str, Callable[[int], nn.Module]] = {
@@ -47,11 +47,14 @@ class Size:
 class Step:
     """A training step of a cell by one of the contenders."""
 
-    def __init__(self, name: str, case: Case, size: Size, device: str) -> None:
+    def __init__(
+        self, name: str, case: Case, size: Size, device: str, of_inputs: bool = False
+    ) -> None:
+        """``of_inputs``: whether the inputs get gradients, too."""
         torch.manual_seed(0)
         self.cell = case.cell(size.width, size.batch, device=device)
         inputs = case.inputs(size.seq_len, size.batch, size.width, device=device)
-        self.inputs = pytree.tree_map(lambda leaf: leaf.detach(), inputs)
+        self.inputs = inputs if of_inputs else pytree.tree_map(lambda t: t.detach(), inputs)
         self.state = start_of(self.cell, size, device)
         self.structure = pytree.tree_structure(self.state)
         self.chunk = round(size.seq_len**0.5)
@@ -75,7 +78,6 @@ class Step:
             PROGRAM: ours(compile="require"),
             SAVED: ours(compile="require", recompute=False),
             OURS: ours(compile="never"),
-            GRAPHS: ours(compile="never", cuda_graphs=True),
             SCAN: self._scan,
         }
 
@@ -93,15 +95,19 @@ class Step:
         memory = getattr(self.cell, "memory", None)
         if memory is not None:
             self.cell.attend(memory)  # its graph is of one backward only
+        # As a gradient of leaf[time] is of the whole leaf, of which a loop would make T.
+        self.steps = pytree.tree_map(lambda leaf: leaf.unbind(0), self.inputs)
         outputs = [leaf for leaf in pytree.tree_leaves(self.forward()) if leaf.requires_grad]
         self.output_bytes = sum(leaf.nbytes for leaf in outputs)
         if self.gradients is None:
             self.gradients = [torch.ones_like(leaf) for leaf in outputs]
         torch.autograd.backward(outputs, self.gradients)
         self.cell.zero_grad(set_to_none=True)
+        for leaf in pytree.tree_leaves(self.inputs):
+            leaf.grad = None
 
     def _step(self, cell: Callable[..., Any], state: Any, time: int) -> tuple[Any, Any]:
-        x = pytree.tree_map(lambda leaf: leaf[time], self.inputs)
+        x = pytree.tree_map(lambda steps: steps[time], self.steps, is_leaf=_is_steps)
         result = cell(x, state)
         if pytree.tree_structure(result) == self.structure:
             return result, pytree.tree_leaves(result)[0]
@@ -143,6 +149,10 @@ class Step:
             return result[1], pytree.tree_map(torch.clone, result[0])
 
         return scan(combine, self.state, self.inputs)[1]
+
+
+def _is_steps(tree: Any) -> bool:
+    return isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree)
 
 
 def start_of(cell: nn.Module, size: Size, device: str) -> Any:
