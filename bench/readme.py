@@ -2,10 +2,11 @@
 
 Reads what benchmarks left in bench/results, writes bench/results/readme.md (the rows and the
 sentence about a GPU in the README), own_cell.md (its line on a cell of the user's), speed_map.md
-(the table in docs/performance.md), gpu-h100.md (that in docs/gpu.md) and any_cell.md (that in
-docs/any-cells.md), and copies them between the markers of these documents. Measures nothing:
-`python -m bench --all --out bench/results` does, and then writes readme.md too. What the same
-command found on another processor is in a folder of bench/results; the README has a column for it.
+(the table in docs/performance.md), gpu-h100.md (that in docs/gpu.md), any_cell.md and
+steps_in_python.md (those in docs/any-cells.md), and copies them between the markers of these
+documents. Measures nothing: `python -m bench --all --out bench/results` does, and then writes
+readme.md too. What the same command found on another processor is in a folder of bench/results; the
+README has a column for it.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ GPU_PAIRS = (
 # Contenders for cells that users write, as they are shown; results may lack some.
 ANY_CELL = (
     *("Recurrent, compiled cell", "built-in"),
-    *("Recurrent", "Recurrent, loop", "checkpoint per chunk"),
-    *("Recurrent, torch.compile", "loop, torch.compile"),
+    "loop, torch.compile",
     "torch's scan",
 )
+EARLIER_ENGINE = "earlier-engine"
+"""The folder of results of steps in Python without torch.utils.checkpoint, at commit f04991a."""
 
 
 def afterwards(run: Run) -> None:
@@ -241,6 +243,40 @@ def any_cell_table(results: Path) -> str:
     )
 
 
+def steps_table(results: Path) -> str:
+    """The same of steps in Python, by torch's checkpoints, and by this package's earlier engine."""
+    content = _load(results, "steps_in_python")
+    earlier = _load(results / EARLIER_ENGINE, "steps_in_python")
+    rows, about = [], content["environment"]
+    for part in ("cells", "small"):
+        of_all: dict[str, list[tuple[float, float]]] = {}
+        size = content[part]["size"]
+        for cell, measured in content[part]["cells"].items():
+            loop = measured["plain loop"]
+            row = [cell, f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms"]
+            before = earlier[part]["cells"][cell]["Recurrent, loop"]
+            by = {name: measured[name] for name in ("checkpoint per chunk", "Recurrent, loop")}
+            for name, one in (by | {"the engine before": before}).items():
+                if "ms" not in one:
+                    row.append("–")
+                    continue
+                both = one["peak_ratio"], one["time_ratio"]["median"]
+                of_all.setdefault(name, []).append(both)
+                row.append(f"{both[0]:.2f}, {both[1]:.2f}")
+            rows.append(row)
+        medians = [
+            ", ".join(f"{median(of):.2f}" for of in zip(*x, strict=True)) for x in of_all.values()
+        ]
+        shape = f"T={size['seq_len']} B={size['batch']} width {size['width']}"
+        rows.append([f"**median at {shape}**", "", *medians])
+    columns = ["peak memory, time", "plain loop", "checkpoint per chunk", "Recurrent, in Python"]
+    return (
+        f"{markdown_rows(Table('', [*columns, 'the engine before'], rows))}\n"
+        f"A training step with gradients of the inputs, float32, {machine(about)}, "
+        f"{about['date'][:10]}; multiples of the plain loop's, whose median is below its rows.\n"
+    )
+
+
 def own_cell_line(results: Path) -> str:
     """Peak memory and time of a cell in Python that is compiled, as multiples of its loop's."""
     content = _load(results, "any_cell")
@@ -290,6 +326,7 @@ DOCUMENTS: dict[str, tuple[Callable[[Path], str], Path]] = {
     GPU: (gpu_table, ROOT / "docs/gpu.md"),
     "speed_map": (speed_map_table, ROOT / "docs/performance.md"),
     "any_cell": (any_cell_table, ROOT / "docs/any-cells.md"),
+    "steps_in_python": (steps_table, ROOT / "docs/any-cells.md"),
 }
 
 

@@ -24,7 +24,7 @@ from .any_cell_steps import CHECKPOINT, LOOP, OURS
 from .report import Report, Run, Table, main
 
 NAMES = (LOOP, CHECKPOINT, OURS)
-SIZE, SMALL_SIZE = Size(256, 32, 256), Size(1024, 8, 32)
+SIZE, SMALL_SIZE = Size(144, 32, 256), Size(576, 8, 32)
 SMALL_CELLS = ("GRUCell", "ForumCell", "PlaNet")
 ROUNDS = 3
 

@@ -8,7 +8,6 @@ import torch
 from cases import allow_tf32
 from compiler.caches import cache_of_the_run, compiled_once, folder, interruptible, readable
 from emulator import emulated_operators, use
-from runtime.recorders import recorder
 
 from fusedrnn import _tuning as tuning
 
@@ -18,7 +17,6 @@ __all__ = [  # fixtures
     "folder",
     "interruptible",
     "readable",
-    "recorder",
 ]
 
 gc.set_threshold(100_000, 50, 50)  # torch.compile makes many objects that stay

@@ -7,8 +7,7 @@ from torch import nn
 
 from .. import _modules as modules
 from .._front.torch_refusals import way_out
-from .._runtime.cuda_graphs import RECORDERS
-from .._runtime.loop_chunks import measure_graph, measure_step
+from .._runtime.chunk_size import measure_graph
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves, Structure, flatten
 from .explanation import Explanation
@@ -56,8 +55,6 @@ def explanation(call: LayersCall) -> Explanation:
     return Explanation(
         is_compiled=all(part.is_compiled for part in parts),
         program=different("program"),
-        is_recorded=any(part.is_recorded for part in parts),
-        record_reason=different("record_reason"),
         chunk_steps=min(part.chunk_steps for part in parts),
         chunk_reason=first.chunk_reason,
         step_bytes=max(part.step_bytes for part in parts),
@@ -83,15 +80,16 @@ def explained(one: OneLayerCall, layer: str = "") -> Explanation:
     if not isinstance(planned, str):
         return _of_program(settings, call, planned, layer)
     in_python = one.in_python()
-    run = in_python.run
-    with run.weights.locked():
-        step_bytes = measure_step(run, *in_python.given)
-    if settings.recompute:
+    step_bytes = in_python.step_bytes()
+    if in_python.recomputes:
         steps, chunk_reason = in_python.choose_chunk()
         kept = -(-sum(leaf.nbytes for leaf in call.state) // steps)
         workspace = step_bytes * steps
     else:
-        steps, chunk_reason = call.seq_len, "the whole sequence, since recompute=False"
+        why = "recompute=False"
+        if settings.recompute:
+            why = "it runs TorchScript" if in_python.is_scripted else "it calls torch.func"
+        steps, chunk_reason = call.seq_len, f"the whole sequence, since {why}"
         kept, workspace = step_bytes, 0
     faster = []
 
@@ -99,15 +97,9 @@ def explained(one: OneLayerCall, layer: str = "") -> Explanation:
         faster.append(f"to have the cell compiled, {way}")
     if layer:
         faster.append(f"{layer} computes the same")
-    if settings.recompute and not settings.cuda_graphs and call.device.type in RECORDERS:
-        faster.append("cuda_graphs=True, which launches a whole chunk at once")
-    run.chunk_size = steps
-    obstacle = in_python.obstacle_to_graphs()
     return Explanation(
         is_compiled=False,
         program=planned,
-        is_recorded=not obstacle,
-        record_reason=obstacle,
         chunk_steps=steps,
         chunk_reason=chunk_reason,
         step_bytes=step_bytes,
@@ -159,8 +151,6 @@ def _of_program(
     return Explanation(
         is_compiled=True,
         program=program.summary(),
-        is_recorded=False,
-        record_reason="the cell is compiled",
         chunk_steps=steps,
         chunk_reason=why,
         step_bytes=measure_graph(graph, given, call),

@@ -13,16 +13,13 @@ class Explanation:
     """Whether this package has compiled the cell; else it runs as steps in Python."""
     program: str
     """Of a compiled cell what it consists of, and its library; else why steps run in Python."""
-    is_recorded: bool
-    """Whether whole chunks run as CUDA graphs, from the second call on."""
-    record_reason: str
-    """Why they do not."""
     chunk_steps: int
     """Steps of a chunk."""
     chunk_reason: str
     """Why a chunk has so many steps."""
     step_bytes: int
-    """Bytes that autograd saves of one step of one layer and direction, measured."""
+    """Bytes that autograd saves of one step of one layer and direction, measured; 0 of a step in
+    Python that calls torch.func.grad or the like, which allow no look."""
     kept_bytes_per_step: int
     """Bytes per step that are kept from forward to backward besides arguments and outputs: the
     average over the steps, summed over layers and directions."""
@@ -36,12 +33,9 @@ class Explanation:
     def __str__(self) -> str:
         in_python = f"steps in Python, because {self.program}"
         first = f"compiled: {self.program}" if self.is_compiled else in_python
-        recorded = "yes" if self.is_recorded else f"no, {self.record_reason}"
         lines = [first, f"chunks of {self.chunk_steps:,} steps: {self.chunk_reason}"]
         if self.is_compiled:
             lines.append(f"traced {self.traces} time{'s' * (self.traces != 1)} by torch.compile")
-        else:
-            lines.append(f"CUDA graphs: {recorded}")
         lines += [
             f"  {'a plain loop keeps, per step':36} {self.step_bytes:>16,} bytes",
             f"  {'kept until backward, per step':36} {self.kept_bytes_per_step:>16,} bytes",

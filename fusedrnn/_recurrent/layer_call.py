@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,37 +9,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._front.torch_refusals import way_out
-from .._runtime.cuda_graph_probe import obstacle_to_graphs
-from .._runtime.cuda_graphs import LEAST_CHUNKS, RECORDERS, Graphs
-from .._runtime.loop_autograd import run_sequence, run_with_graph
-from .._runtime.loop_chunks import chunk_steps, measure_step
-from .._runtime.loop_run import Run, add_note
-from .._runtime.loop_weights import Weights
-from .._step.generators import RandomStates
+from .._runtime.carried_attributes import check_nothing_is_carried
+from .._runtime.chunk_size import chunk_steps, measure_step
+from .._runtime.chunked_steps import CannotCheckpoint, refuses_checkpoints, take_all
+from .._runtime.plain_loop import plain_loop, warn_of_loop
+from .._runtime.python_steps import PythonSteps, add_note
+from .._runtime.python_variables import Variables
+from .._runtime.step_changes import aside
+from .._step.generators import Generators
 from .._step.held_modules import held_modules
 from .._step.leaf_step import LeafStep, with_masks
-from .._step.noise import Noise, TrialSeed
+from .._step.noise import TrialSeed
 from .._step.sequence_call import SequenceCall
-from .._step.torch_draws import WAY_OUT, OtherDraws
+from .._step.torch_draws import Lending
+from .._step.torchscript import uses_torchscript
 from .._step.trees import Leaves
 from .._tracers import is_alone
 from .._warnings import warn
 from .compiled_calls import CompiledCalls
-from .obstacles import unusual_weight
+from .obstacles import PASSING, unusual_weight
 from .running_call import NoProgram, NotCompiled, ProgramOptions, TooSmall
 from .settings import NEVER, REQUIRE, Settings
-from .user_step import UserStep, code_of
-
-
-@dataclass
-class Known:
-    """What earlier calls with the same kinds of tensors have found out."""
-
-    graphs: Graphs
-    step_bytes: int | None = None
+from .shared_steps import steps_of_process
+from .user_step import UserStep, name_of
 
 
 class CellMemory:
@@ -53,7 +46,14 @@ class CellMemory:
             compiling: What others have found, too.
         """
         self._owner = None if owner is None else weakref.ref(owner)
-        self._known: dict[Any, Known] = {}
+        self.step_bytes: dict[Any, int] = {}
+        """What autograd keeps of a step, by kinds of calls."""
+        self.keeps_graph = False
+        """Whether a step calls torch.func.grad or the like, which refuses checkpoints."""
+        self.takes_gradients = False
+        """Whether a step takes gradients itself, for which a whole chunk would be taken again."""
+        self.carries_nothing = False
+        """Whether a trial has shown that a step reads no attribute that the last one has set."""
         self.compiling = CompiledCalls() if compiling is None else compiling
 
     def __reduce__(self) -> Any:
@@ -61,24 +61,6 @@ class CellMemory:
 
     def is_of(self, owner: Any) -> bool:
         return self._owner is not None and self._owner() is owner
-
-    def of(self, run: Run, inputs: Leaves, state: Leaves, constants: Leaves) -> Known:
-        shapes = [*(leaf.shape[1:] for leaf in inputs)]  # for any seq_len
-        shapes += [leaf.shape for leaf in (*state, *constants)]
-        dtypes = [leaf.dtype for leaf in (*inputs, *state, *constants)]
-        kinds = (*shapes, *dtypes, *run.weights.training_flags())
-        key = (run.signature, kinds, run.call.device, run.autocast, torch.is_grad_enabled())
-        if key not in self._known:
-            # Chunks are recorded from the second call on, also of a step that is defined anew.
-            owner = self._owner and self._owner()
-            is_anew = owner is not None and not isinstance(owner, torch.nn.Module)
-            has_run = have_run.setdefault(code_of(owner), {}) if is_anew else {}
-            self._known[key] = Known(Graphs(has_run=has_run.setdefault(key, set())))
-        return self._known[key]
-
-
-have_run: weakref.WeakKeyDictionary[Any, dict[Any, set[str]]] = weakref.WeakKeyDictionary()
-"""What :class:`Graphs` of all functions of one code have run."""
 
 
 def cell_memory_of(step: Callable[..., Any]) -> CellMemory:
@@ -125,14 +107,25 @@ class OneLayerCall:
             return made
         steps = self.in_python()
         output, state = steps.take_aside() if aside else steps.take()
-        if obstacle and self.memory.compiling.is_to_warn():
-            warn(
-                f"fusedrnn: the cell{self.call.place} was compiled for earlier calls; calls like "
-                f"this one run as steps in Python, because {obstacle}"
-            )
+        if obstacle:
+            self._warn_of_fallback(obstacle)
         structure = steps.step.output
         assert structure is not None  # for a step has run
         return structure.tree(output), self.user.state(state)
+
+    def _warn_of_fallback(self, obstacle: str) -> None:
+        """Once for each cell or code, and once again where earlier calls were compiled."""
+        cell, place, step = self.memory.compiling, self.call.place, self.user.step
+        if cell.is_to_warn():
+            warn(
+                f"fusedrnn: the cell{place} was compiled for earlier calls; calls like this one "
+                f"run as steps in Python, because {obstacle}"
+            )
+        elif self.call.device.type == "cpu" and steps_of_process.is_news(self.user):
+            warn(
+                f"fusedrnn: {name_of(step)}{place} runs as steps in Python, in less memory but "
+                f"more time than a loop, because {obstacle}; compile='never' silences this"
+            )
 
     def _compiled(self) -> tuple[tuple[Any, Any] | None, str]:
         """The results by a program; or none, and why, if it is because of the step."""
@@ -145,7 +138,7 @@ class OneLayerCall:
             return compiling.run(self.user, self.call, options_of(self.settings)), ""
         except NoProgram as error:
             reason = self.refused(error)
-            return None, reason if isinstance(error, NotCompiled) else ""
+            return None, "" if reason in PASSING else reason
 
     def refused(self, error: NoProgram) -> str:
         """Why the call has no program.
@@ -177,13 +170,22 @@ class OneLayerCall:
 
     def in_python(self) -> StepsInPython:
         """The steps in Python."""
-        step = self.make_step()
+        step, held = self.make_step(), held_modules(self.user.step)
         flat, call, constants = with_masks(step, self.call)
-        signature = (*step.structures(), call.backwards, call.lengths is not None, str(call.resets))
-        weights, noise = Weights(held_modules(self.user.step)), Noise(call.seed, call.layer)
-        run = Run(call.without_values(), flat, signature, weights, noise)
-        given = (call.inputs, call.state, (*self.constants, *constants))
-        return StepsInPython(run, given, step, self.settings, self.memory)
+        modules = [*dict.fromkeys(m for module in held.modules for m in module.modules())]
+        weights = [p for module in modules for p in module._parameters.values() if p is not None]
+        steps = PythonSteps(
+            call.without_values()._replace(seed=call.seed),
+            flat,
+            Variables(modules, held),
+            [p for p in dict.fromkeys([*weights, *held.parameters]) if p.requires_grad],
+            Generators(call.device, held.generators),
+            draws=call.seed.misses(call.device),
+        )
+        is_scripted = uses_torchscript(held, modules)
+        given = call.inputs, call.state, (*self.constants, *constants)
+        is_reset = call.resets is not None or (call.lengths is not None and call.backwards)
+        return StepsInPython(steps, given, step, self.settings, self.memory, is_reset, is_scripted)
 
 
 def options_of(settings: Settings) -> ProgramOptions:
@@ -203,16 +205,16 @@ def why_no_program(settings: Settings) -> str:
 class StepsInPython:
     """The same by steps in Python."""
 
-    run: Run
+    steps: PythonSteps
     given: tuple[Leaves, Leaves, Leaves]
     """Inputs, state and constants."""
     step: LeafStep
     settings: Settings
     memory: CellMemory
-
-    @functools.cached_property
-    def known(self) -> Known:
-        return self.memory.of(self.run, *self.given)
+    is_reset: bool
+    """Whether rows start anew, at resets, or in reverse at the ends of sequences."""
+    is_scripted: bool
+    """Whether they run TorchScript, of which checkpoints may give wrong gradients."""
 
     def take(self) -> tuple[Leaves, Leaves]:
         """Outputs and last state.
@@ -221,78 +223,69 @@ class StepsInPython:
             RuntimeError: Even one step does not fit into ``workspace_bytes``, or a generator was
                 given and the step draws from others.
         """
-        run, seed = self.run, self.run.noise.seed
-        # Where a tracer is at work, states have no values.
-        looks = seed.generator is not None and not torch._C._len_torch_dispatch_stack()
-        before = run.random_states(in_python=False).torch if looks else ()
-        # Another thread may have exchanged the weights, in backward.
+        seed, device = self.steps.call.seed, self.steps.call.device
+        # Where a tracer is at work, numbers are not drawn.
+        lends = seed.misses(device) and not torch._C._len_torch_dispatch_stack()
         try:
-            with run.weights.locked() if torch.is_grad_enabled() else nullcontext():
-                taken = self._take()
-                if run.missed(before):
-                    self._refuse_late_draws(before)
+            with Lending(seed) if lends else nullcontext():
+                return self._take()
         finally:
             seed.give_back()
-        return taken
 
     def take_aside(self) -> tuple[Leaves, Leaves]:
         """The same, after which all that the steps change is as before."""
-        trial = self.run.for_trial(self.run.call.seq_len)
-        return self.run.aside(lambda: run_sequence(trial, *self.given))
-
-    def _refuse_late_draws(self, random: tuple[Tensor, ...]) -> None:
-        """Refuses random numbers from torch's own generators, unless other threads drew them.
-
-        For that it takes all steps again. All that they change is afterwards as before.
-
-        Args:
-            random: States of the generators before the steps.
-        """
-        draws = OtherDraws()
-        with torch.no_grad(), draws:
-            self.take_aside()
-        if draws.found:
-            self.run.set_random_states(RandomStates(random, ()))
-            raise RuntimeError(
-                f"fusedrnn: {draws.found} draws from torch's default generator, not from "
-                f"generator=, after the first step or within torch.func; {WAY_OUT}"
-            )
+        generators = self.steps.generators
+        random = generators.states()
+        with aside(self.steps.variables):
+            try:
+                return self._take()
+            finally:
+                generators.put_back(random)
 
     def _take(self) -> tuple[Leaves, Leaves]:
-        run = self.run
-        if not is_alone():  # then a plain loop takes the steps, and there is nothing to choose
-            run.chunk_size = run.call.seq_len
-            return run_sequence(run, *self.given)
-        if torch.is_grad_enabled() and not self.settings.recompute:
-            run.chunk_size, _ = chunk_steps(run.call.seq_len, self.settings.chunk_size, None, 0)
-            return run_with_graph(run, *self.given)
-        run.chunk_size, _ = self.choose_chunk()
-        if not self.obstacle_to_graphs():
-            run.graphs = self.known.graphs
-        return run_sequence(run, *self.given)
+        if not is_alone():
+            warn_of_loop("torch.func, forward-mode derivatives and tracing")
+            return plain_loop(self.steps.step, self.steps.call, *self.given)
+        if self.is_reset and not self.memory.carries_nothing:
+            check_nothing_is_carried(self.steps, *self.given)
+            self.memory.carries_nothing = True
+        recompute = torch.is_grad_enabled() and self.recomputes
+        chunk, _ = self.choose_chunk() if recompute else chunk_steps(self._seq_len, None, None, 0)
+        try:
+            made = take_all(self.steps, *self.given, chunk, recompute)
+        except CannotCheckpoint:
+            self.memory.keeps_graph = True
+            return take_all(self.steps, *self.given, chunk, recompute=False)
+        self.memory.takes_gradients |= self.steps.takes_gradients
+        return made
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward takes steps again."""
+        return self.settings.recompute and not self.is_scripted and not self.memory.keeps_graph
+
+    @property
+    def _seq_len(self) -> int:
+        return self.steps.call.seq_len
+
+    def step_bytes(self) -> int:
+        """What autograd keeps of a step, measured once for calls of a kind."""
+        leaves, known = (*self.given[0], *self.given[1]), self.memory.step_bytes
+        kind = tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+        key = kind, leaves[-1].shape, torch.is_autocast_enabled(self.steps.call.device.type)
+        if key not in known:
+            try:
+                known[key] = measure_step(self.steps, *self.given)
+            except RuntimeError as error:
+                if not refuses_checkpoints(error):
+                    raise
+                self.memory.keeps_graph, known[key] = True, 0
+        return known[key]
 
     def choose_chunk(self) -> tuple[int, str]:
         """Steps of a chunk, and why."""
-        most, known = self.settings.workspace_bytes, self.known
-        if most is not None and known.step_bytes is None:
-            known.step_bytes = measure_step(self.run, *self.given)
-        seq_len, step_bytes = self.run.call.seq_len, known.step_bytes or 0
-        return chunk_steps(seq_len, self.settings.chunk_size, most, step_bytes)
-
-    def obstacle_to_graphs(self) -> str:
-        """Why the call does without CUDA graphs; "" for nothing. The run must have its chunk
-        size."""
-        run, graphs, (inputs, state, _) = self.run, self.known.graphs, self.given
-        if not self.settings.cuda_graphs:
-            return "cuda_graphs is False"
-        if run.call.device.type not in RECORDERS:
-            return f"the input is on {run.call.device}"
-        if run.call.seq_len // run.chunk_size < LEAST_CHUNKS:
-            return f"the sequence has fewer than {LEAST_CHUNKS} whole chunks"
-        if any(leaf.numel() == 0 for leaf in (*inputs, *state)):
-            return "a tensor of the input or the state is empty"
-        if graphs.obstacle is not None:
-            return graphs.obstacle
-        reason, is_lasting = obstacle_to_graphs(run, *self.given)
-        graphs.obstacle = reason if is_lasting else None
-        return reason
+        most, size = self.settings.workspace_bytes, self.settings.chunk_size
+        if self.memory.takes_gradients and most is None and size is None:
+            return 1, "1, since the step takes gradients itself"
+        step_bytes = 0 if most is None else self.step_bytes()
+        return chunk_steps(self._seq_len, size, most, step_bytes)

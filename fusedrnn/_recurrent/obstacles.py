@@ -13,6 +13,12 @@ from .. import _library
 from .._step.sequence_call import SequenceCall
 from .._step.unusual_tensors import PLAIN, unusual
 
+SWITCHED_OFF = "FUSEDRNN_COMPILE is 0"
+DISPATCH_MODE, FUNCTION_MODE = "a TorchDispatchMode is active", "a TorchFunctionMode is active"
+EMPTY = "the batch is empty"
+PASSING = (SWITCHED_OFF, DISPATCH_MODE, FUNCTION_MODE, EMPTY)
+"""What says nothing of the cell, so that nobody is warned of it."""
+
 
 def obstacle_around(device: torch.device) -> str:
     """Why no call takes a program, by what surrounds it; or nothing."""
@@ -20,7 +26,7 @@ def obstacle_around(device: torch.device) -> str:
     if allowed != "1":
         if allowed != "0":
             raise ValueError(f"fusedrnn: FUSEDRNN_COMPILE must be 0 or 1, got {allowed!r}")
-        return "FUSEDRNN_COMPILE is 0"
+        return SWITCHED_OFF
     kind = device.type
     if torch.is_autocast_enabled(kind):
         return "autocast is on"
@@ -30,9 +36,9 @@ def obstacle_around(device: torch.device) -> str:
         if _library.cuda is None:
             return _library.cuda_obstacle or "the CUDA kernels are not loaded"
     if torch._C._len_torch_dispatch_stack():
-        return "a TorchDispatchMode is active"
+        return DISPATCH_MODE
     if torch._C._len_torch_function_stack() and _has_function_mode():
-        return "a TorchFunctionMode is active"
+        return FUNCTION_MODE
     return ""
 
 
@@ -41,7 +47,7 @@ def obstacle_to_programs(call: SequenceCall) -> str:
     if obstacle := obstacle_around(call.device):
         return obstacle
     if call.rows == 0 or call.seq_len == 0:
-        return "the batch is empty"
+        return EMPTY
     for leaf in (*call.inputs, *call.state, *call.reset_to):
         if type(leaf) not in PLAIN:
             return f"a tensor of the input or the state is a {type(leaf).__name__}"

@@ -66,17 +66,13 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
         compile: "auto" compiles a cell if it can: its step is traced, derived, compiled by the C++
             compiler of this machine at the first call (a few seconds, then cached on disk), and
             compared to the cell itself in values and gradients. Other cells and calls run as steps
-            in Python. "require" makes the reason an error; "never" runs all steps in Python.
+            in Python, chunk by chunk under torch.utils.checkpoint; on a CPU, where that takes
+            longer than a loop, a warning says why, once for each cell. "require" makes the reason
+            an error; "never" runs all steps in Python.
             :meth:`explain` gives the reason, with the operation and its line. A step compiles if
             torch.compile(fullgraph=True) takes it and its operations are supported; it is traced
             again when torch.compile's guards ask for it, or when a class of its modules changes.
             Random numbers of torch are the same either way.
-        cuda_graphs: Whether steps in Python record the work of one chunk as a CUDA graph, and
-            launch it at once for the other chunks. Each call records anew, from the second call
-            with inputs of the same kind on. The step must not wait for values of tensors, as
-            ``tensor.item()`` does, and torch.distributions unless ``validate_args=False``, and must
-            do the same in each step; else it runs without graphs, and :meth:`explain` says why. It
-            has no effect on a CPU and on compiled cells (``compile="never"`` rules these out).
         return_sequence: False to return only the output of each sequence's last step. With two
             directions, each cell's last one, joined; the reverse cell's is at the sequence's start.
             Only checkpoints of the state are saved, so memory grows with sqrt(seq_len).
@@ -84,8 +80,8 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
             time and more memory: of a compiled cell the whole sequence and the sums of its
             products, which backward then need not multiply again; of steps in Python the graph, as
             a loop does, so that backward recomputes no step. Results and random numbers are the
-            same either way. False excludes ``cuda_graphs``, and unless ``compile="require"`` also
-            ``chunk_size`` and ``workspace_bytes``, since a graph has no chunks.
+            same either way. Unless ``compile="require"``, False excludes ``chunk_size`` and
+            ``workspace_bytes``, since a graph has no chunks.
 
     There is no ``num_layers``: the length of the list is the number of layers.
 
@@ -93,9 +89,9 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
     They come from one seed, as a function of step, row and draw, and are never saved; other random
     functions work, too. A cell must not change its input or state in place, and must be repeatable:
     the same result for the same input and state. Buffers and attributes that it changes are put
-    back for backward. It must return losses as outputs: what it keeps in an attribute has no
-    gradient. Gradients of gradients, torch.func and forward-mode derivatives run as a plain loop,
-    with a warning.
+    back for backward, and what it keeps in them has the gradients of a loop; but resets reach only
+    the state that it returns. torch.func, forward-mode derivatives, and of compiled cells gradients
+    of gradients, run as a plain loop, with a warning.
 
     Attributes:
         compile_cell: The argument ``compile``, whose own name is a method of torch.nn.Module.
@@ -124,7 +120,6 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
         chunk_size: int | None = None,
         workspace_bytes: int | None = None,
         compile: str = "auto",
-        cuda_graphs: bool = False,
         return_sequence: bool = True,
         recompute: bool = True,
     ) -> None:
@@ -147,7 +142,6 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
         self.batch_first = check_flag("batch_first", batch_first)
         self.return_sequence = check_flag("return_sequence", return_sequence)
         _check_number(len(cells), bidirectional)
-        self.cuda_graphs = cuda_graphs
         self.compile_cell = compile
         self.chunk_size, self.workspace_bytes = chunk_size, workspace_bytes
         self.recompute = recompute
@@ -160,7 +154,6 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
         return Settings.of(
             self.chunk_size,
             self.workspace_bytes,
-            self.cuda_graphs,
             self.compile_cell,
             self.recompute,
         )
@@ -176,7 +169,6 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
             "batch_first": False,
             "chunk_size": None,
             "workspace_bytes": None,
-            "cuda_graphs": False,
             "return_sequence": True,
             "recompute": True,
         }

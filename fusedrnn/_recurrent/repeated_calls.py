@@ -104,7 +104,6 @@ def _key_of_input(module: Any, leaves: Leaves, form: Any) -> Any:
         module.recompute,
         module.chunk_size,
         module.workspace_bytes,
-        module.cuda_graphs,
     )
     return (
         settings,

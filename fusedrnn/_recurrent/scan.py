@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 import torch
 
 from .._options import check_flag, check_positive, kind_of
-from .._step.leaf_step import LeafStep
+from .._step.leaf_step import LeafStep, as_it_runs
 from .._step.noise import Seed
 from .._step.sequence_call import Names, SequenceCall
 from .._step.trees import Leaves, check_tensors, flatten
@@ -36,7 +36,6 @@ class _Options(TypedDict, total=False):
     chunk_size: int | None
     workspace_bytes: int | None
     compile: str
-    cuda_graphs: bool
     return_sequence: bool
     recompute: bool
     generator: torch.Generator | None
@@ -102,7 +101,6 @@ def scan(
     chunk_size: int | None = None,
     workspace_bytes: int | None = None,
     compile: str = "auto",
-    cuda_graphs: bool = False,
     return_sequence: bool = True,
     recompute: bool = True,
     generator: torch.Generator | None = None,
@@ -118,24 +116,22 @@ def scan(
             ys.append(y)                            # y of step t becomes ys[t]
         ys = torch.stack(ys)
 
-    The interface is that of jax.lax.scan. Forward runs without a graph and saves the state every
-    sqrt(seq_len) steps, or a compiled step its outputs alone; backward recomputes the steps chunk
-    by chunk.
+    The interface is that of jax.lax.scan. Forward saves the state every sqrt(seq_len) steps, or a
+    compiled step its outputs alone; backward recomputes the steps chunk by chunk.
 
     Args:
         step: ``step(state, x)`` that returns ``(state, y)``, or ``step(state, x, params)`` if
             ``params`` is given: a function, a method or a torch.nn.Module. It must return new
             tensors, a state of the structure, shapes and dtypes that it receives, and outputs of
             the same shape at all steps. It may draw random numbers and read tensors that it closes
-            over, which get gradients, too. Pass tensors in ``params`` that only a
-            torch.autograd.Function of the step reads, and no function of torch itself.
+            over, which get gradients, too.
         state: The state before the first step: a tensor, or tuples, lists and dicts of tensors.
         inputs: Tensors of shape (seq_len, ...), or tuples, lists and dicts of such. Step t gets
             entry t of each. None for steps without an input, which get None ``length`` times.
         params: Tensors that every step gets, or tuples, lists and dicts of such.
         length: The number of steps. It must agree with ``inputs`` if both are given.
         reverse: Whether to go from the last step to the first. Outputs stay in their places.
-        chunk_size, workspace_bytes, cuda_graphs, return_sequence, recompute:
+        chunk_size, workspace_bytes, return_sequence, recompute:
             As in :class:`Recurrent`.
         compile: As in :class:`Recurrent`. A step can be compiled if all tensors of its state and
             inputs have the batch as their first dimension, also if it is a function that is defined
@@ -165,7 +161,7 @@ def scan(
     """
     if not callable(step):
         raise TypeError(f"fusedrnn: step must be callable, got {kind_of(step)}")
-    settings = Settings(chunk_size, workspace_bytes, cuda_graphs, compile, recompute)
+    settings = Settings(chunk_size, workspace_bytes, compile, recompute)
     check_flag("reverse", reverse)
     check_flag("return_sequence", return_sequence)
     check_flag("explain", explain)
@@ -182,7 +178,8 @@ def scan(
     has_params = params is not None
 
     def call(old: Any, x: Any, given: Any) -> tuple[Any, Any]:
-        result = step(old, x, given) if has_params else step(old, x)
+        one = as_it_runs(step)
+        result = one(old, x, given) if has_params else one(old, x)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ValueError(
                 f"fusedrnn: the step must return (state, y), got {kind_of(result)}"

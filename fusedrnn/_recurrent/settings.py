@@ -27,13 +27,11 @@ class Settings:
 
     chunk_size: int | None
     workspace_bytes: int | None
-    cuda_graphs: bool
     compile: str
     recompute: bool
 
     def __post_init__(self) -> None:
         check_chunks(self.chunk_size, self.workspace_bytes)
-        check_flag("cuda_graphs", self.cuda_graphs)
         check_compile(self.compile)
         check_flag("recompute", self.recompute)
         if not self.recompute and self._only_recomputes():
@@ -51,8 +49,6 @@ class Settings:
 
     def _only_recomputes(self) -> str:
         """The option that is for steps which backward takes again; or nothing."""
-        if self.cuda_graphs:
-            return "cuda_graphs=True, which records the chunks that backward recomputes"
         if self.compile == REQUIRE:  # programs have chunks, whatever they keep
             return ""
         for name in ("chunk_size", "workspace_bytes"):

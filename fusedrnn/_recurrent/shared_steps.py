@@ -45,7 +45,16 @@ class SharedSteps:
         self._contents: weakref.WeakKeyDictionary[TracedStep, Contents] = (
             weakref.WeakKeyDictionary()
         )
+        self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
         self._refusals: weakref.WeakKeyDictionary[Any, Refusals] = weakref.WeakKeyDictionary()
+
+    def is_news(self, user: UserStep) -> bool:
+        """Whether nobody has been warned of a cell, or of functions of one code."""
+        owner = user.step if isinstance(user.step, nn.Module) else code_of(user.step)
+        if owner in self._warned:
+            return False
+        self._warned.add(owner)
+        return True
 
     def refusals(self, user: UserStep) -> Refusals:
         """Of all functions of one code; cells have their own."""

@@ -15,10 +15,10 @@ from .._step.noise import Seed
 from .._step.trees import Leaves
 from .._tracers import never_in_graphs
 from .find_program import without_unused
-from .graph_loop import loop
-from .loop_autograd import is_batched, warn_of_loop
+from .plain_loop import loop_of_graph, warn_of_loop
 from .program_backward import backward
 from .program_call import ProgramCall, ProgramValues, forward
+from .sequence_slices import is_batched
 
 
 def run_program(call: ProgramCall, seed: Seed, tensors: Sequence[Tensor]) -> tuple[Leaves, Leaves]:
@@ -86,7 +86,7 @@ def _by_loop(
         )
         given = Given(tuple(values.constants), call.numbers)
         assert call.graph is not None
-        outputs, last = loop(call.graph, given, sequence)
+        outputs, last = loop_of_graph(call.graph, given, sequence)
     create_graph = torch.is_grad_enabled()
     return gradients_of([*outputs, *last], gradients, aliases, create_graph=create_graph)
 

@@ -1,19 +1,23 @@
-"""What a step changes in Python: attributes of its modules, and variables around a function.
+"""What a step may change besides what it returns: attributes, weights and buffers of its modules,
+and variables around a function.
 
 A step that counts, or that keeps a list, changes what it reads the next time. Backward takes steps
-again, so it must put everything back to what it was, as it does with buffers.
+again, so it must find everything as it was, and leave everything as it found it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from .._step.held_modules import Held, names_in
@@ -28,7 +32,7 @@ _WITHOUT_VARIABLES = (torch.jit.ScriptModule, LazyModuleMixin)
 
 
 class Namespace(NamedTuple):
-    """Where variables are: a module, the variables around a function, or those of its module."""
+    """Where variables are: a module, the variables around a function, or those of its file."""
 
     name: str
     """How errors call a variable of it, with a place for the variable's name."""
@@ -38,6 +42,8 @@ class Namespace(NamedTuple):
     """The names that count; None for all that a user may have given."""
     without: frozenset[str] = frozenset()
     """Others that do not count."""
+    holds: str = "attributes"
+    """Or "parameters" or "buffers" of a module."""
 
     def names(self) -> Iterable[str]:
         if self.only is not None:
@@ -71,6 +77,16 @@ class Namespace(NamedTuple):
             self.variables[name] = value
 
 
+def _of_module(module: nn.Module) -> list[Namespace]:
+    kind = type(module).__name__
+    attributes, torchs = vars(module), names_of_torch(module)
+    return [
+        Namespace(f"the attribute {{!r}} of {kind}", attributes, None, torchs - {"training"}),
+        Namespace(f"the parameter {{!r}} of {kind}", module._parameters, holds="parameters"),
+        Namespace(f"the buffer {{!r}} of {kind}", module._buffers, holds="buffers"),
+    ]
+
+
 def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
     """The variables around functions, and those of their Python modules that they name."""
     found = []
@@ -88,7 +104,9 @@ class VariableState(NamedTuple):
     value: Any
     entries: Any
     """A copy of a container, one level deep."""
-    versions: tuple[int, ...]
+    tensors: tuple[Tensor, ...] = ()
+    """That it held then."""
+    versions: tuple[int, ...] = ()
     """Of its tensors."""
 
     @classmethod
@@ -96,9 +114,14 @@ class VariableState(NamedTuple):
         entries = None
         if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
             entries = value.copy()
-        made = cls(value, entries, ())
-        tensors = made.tensors()
-        return made._replace(versions=versions_of(tensors)) if tensors else made
+        if isinstance(value, Tensor):
+            tensors = [value]
+        else:
+            held = value if isinstance(value, tuple) else entries
+            tensors = _tensors_in(held) if held else []
+        if not tensors:
+            return cls(value, entries)
+        return cls(value, entries, tuple(tensors), versions_of(tensors))
 
     def is_same(self, other: VariableState) -> bool:
         if not _are_same(self.value, other.value) or self.versions != other.versions:
@@ -118,46 +141,40 @@ class VariableState(NamedTuple):
         """The value, a container with the entries that it had."""
         value, entries = self.value, self.entries
         if entries is not None and not self.is_same(VariableState.of(value)):
-            # Not the methods of a subclass, which may forbid it.
-            kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
-            kind.clear(value)
-            (kind.extend if hasattr(kind, "extend") else kind.update)(value, entries)
+            _fill(value, entries)
         return value
 
-    def mapped(self, function: Callable[[Any], Any]) -> VariableState:
-        """The same with other leaves, of a container in its entries alone."""
+    def mapped(self, function: Callable[[Any], Any], kinds: Any) -> VariableState:
+        """Of other leaves in the place of these kinds; a container is another one, too."""
+
+        def of(tree: Any) -> Any:
+            return pytree.tree_map_only(kinds, function, tree)
+
         entries = self.entries
         if entries is None:
-            return self._replace(value=pytree.tree_map(function, self.value))
+            return self._replace(value=of(self.value), tensors=())
         if isinstance(entries, dict):
-            made: Any = {key: pytree.tree_map(function, of) for key, of in entries.items()}
+            made: Any = {key: of(entry) for key, entry in entries.items()}
         else:
-            made = type(entries)(pytree.tree_map(function, of) for of in entries)
-        return self._replace(entries=made)
+            made = type(entries)(map(of, entries))
+        value = copy.copy(self.value)
+        _fill(value, made)
+        return self._replace(value=value, entries=made, tensors=())
 
-    def tensors(self) -> list[Tensor]:
-        if isinstance(self.value, Tensor):
-            return [self.value]
-        held = self.value if isinstance(self.value, tuple) else self.entries
-        return _tensors_in(held) if held else []
+
+def _fill(container: Any, entries: Any) -> None:
+    """Not by the methods of a subclass, which may forbid it."""
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if hasattr(kind, "extend") else kind.update)(container, entries)
 
 
 def _tensors_in(held: Any) -> list[Tensor]:
-    """Of containers in containers, which may contain themselves."""
+    """Of containers in containers; none of such that contain themselves."""
     try:
         return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
     except RecursionError:
-        found, seen, waiting = list[Tensor](), set[int](), [held]
-        while waiting:
-            one = waiting.pop()
-            if id(one) in seen:
-                continue
-            seen.add(id(one))
-            if isinstance(one, Tensor):
-                found.append(one)
-            elif isinstance(one, (*_CONTAINERS, tuple)):
-                waiting += one.values() if isinstance(one, dict) else one
-        return found
+        return []
 
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -177,157 +194,74 @@ VariableStates = dict[VariableKey, VariableState]
 class Variables:
     """All variables that a step may change."""
 
-    def __init__(self, namespaces: Sequence[Namespace]) -> None:
-        self._namespaces = namespaces
-
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module], held: Held) -> Variables:
-        """Attributes of modules and objects, variables around functions, and containers."""
-        found = [
-            Namespace(
-                f"the attribute {{!r}} of {type(module).__name__}",
-                vars(module),
-                None,
-                names_of_torch(module),
-            )
+    def __init__(self, modules: Sequence[nn.Module], held: Held) -> None:
+        """Of modules and objects, around functions, and in containers."""
+        spaces = [
+            space
             for module in modules
             if not isinstance(module, _WITHOUT_VARIABLES)
             and not str(type(module).__module__).startswith(("fusedrnn.", "torch._dynamo"))
+            for space in _of_module(module)
         ]
-        found += [
+        spaces += [
             Namespace(f"the attribute {{!r}} of a {type(one).__name__}", vars(one))
             for one in held.objects
         ]
-        found += _around(held.functions)
-        known = {id(space.read(name)) for space in found for name in space.names()}
+        spaces += _around(held.functions)
+        if any(map(parametrize.is_parametrized, modules)):
+            cache = ("_cache", "_cache_enabled")  # of parametrize.cached()
+            spaces.append(Namespace("torch's {}", vars(parametrize), cache))
+        known = {id(space.read(name)) for space in spaces for name in space.names()}
         inner = [one for one in held.containers if id(one) not in known]
-        found.append(Namespace("a container that the step holds", dict(enumerate(inner))))
-        return cls(found)
+        spaces.append(Namespace("a container that the step holds", dict(enumerate(inner))))
+        self._spaces: Sequence[Namespace] = spaces
 
-    def values(self, keys: Iterable[VariableKey] | None = None) -> VariableStates:
-        """What variables are now. ``keys``: these alone."""
-        if keys is None:
-            keys = ((i, name) for i, space in enumerate(self._namespaces) for name in space.names())
-        return {key: VariableState.of(self._namespaces[key[0]].read(key[1])) for key in keys}
-
-    def changed(self, before: VariableStates) -> list[VariableKey]:
-        """The variables that have been set, deleted or written into since."""
-        now = self.values()
-        missing = VariableState.of(_MISSING)
-        return [
-            key
-            for key in {**before, **now}
-            if not now.get(key, missing).is_same(before.get(key, missing))
-        ]
-
-    def put_back(self, before: VariableStates, keys: Iterable[VariableKey]) -> None:
-        """Gives these variables the values of an earlier time."""
-        missing = VariableState.of(_MISSING)
-        for key in keys:
-            number, name = key
-            self._namespaces[number].write(name, before.get(key, missing).put_back())
-
-    def with_leaves(
-        self, before: VariableStates, keys: Iterable[VariableKey], known: Collection[int]
-    ) -> tuple[VariableStates, dict[int, tuple[Tensor, str]]]:
-        """The same values, in which tensors of some variables are leaves of a graph of their own.
-
-        Args:
-            known: Ids of tensors that stay.
-
-        Returns:
-            The values; and the leaves by id, with the names of their variables.
-        """
-        found, leaves = dict(before), dict[int, tuple[Tensor, str]]()
-        for key in keys:
-            if key not in before:
-                continue
-            name = self.name(key)
-
-            def leaf_of(value: Any) -> Any:
-                if not isinstance(value, Tensor) or id(value) in known:
-                    return value
-                if not value.is_floating_point():
-                    return value
-                leaf = value.detach().requires_grad_()
-                leaves[id(leaf)] = (leaf, name)  # noqa: B023
-                return leaf
-
-            found[key] = before[key].mapped(leaf_of)
-        return found, leaves
+    def values(self) -> VariableStates:
+        """What variables are now."""
+        return {
+            (i, name): VariableState.of(space.read(name))
+            for i, space in enumerate(self._spaces)
+            for name in space.names()
+        }
 
     def name(self, key: VariableKey) -> str:
         """How errors call a variable."""
-        return self._namespaces[key[0]].name.format(key[1])
+        return self._spaces[key[0]].name.format(key[1])
 
-    def written(self, before: VariableStates) -> str | None:
-        """The name of a tensor that has been written in place since, which nobody can put back."""
-        for key, old in before.items():
-            if old.versions and versions_of(old.tensors()) != old.versions:
-                return self.name(key)
-        return None
+    def buffers(self, states: VariableStates) -> dict[int, Tensor]:
+        """Those of modules, by id."""
+        return {
+            id(state.value): state.value
+            for key, state in states.items()
+            if self._spaces[key[0]].holds == "buffers" and isinstance(state.value, Tensor)
+        }
 
-    def with_tensors(
-        self, before: VariableStates, keys: Iterable[VariableKey], needs_gradient: bool
-    ) -> list[VariableKey]:
-        """Those of these variables that have got a tensor since, or one with gradient."""
-        now = self.values(keys)
-        return [
-            key
-            for key, value in now.items()
-            if any(
-                t.requires_grad or not needs_gradient for t in _new_tensors(before.get(key), value)
-            )
-        ]
+    def are_parameters(self, key: VariableKey) -> bool:
+        """Whether torch.nn knows the variable as a parameter."""
+        return self._spaces[key[0]].holds == "parameters"
 
-    def refuse_gradients(
-        self, before: VariableStates, keys: Iterable[VariableKey], tensors: Sequence[Tensor]
-    ) -> None:
-        """Makes it an error to ask for a gradient of what these variables have got since.
+    @contextmanager
+    def exchanged(self, then: VariableStates) -> Iterator[None]:
+        """Within, variables have the states of another time, and afterwards those of now."""
+        now = self.values()
+        # Containers that are in no variable any more get back what they have now.
+        found = [VariableState.of(state.value) for state in then.values()]
+        others = [state for state in found if state.entries is not None]
+        try:
+            self.put_back(then)
+            yield
+        finally:
+            for state in others:
+                state.put_back()
+            self.put_back(now)
 
-        Args:
-            tensors: Of which there could be one.
-        """
-        for key, value in self.values(keys).items():
-            new = {id(t) for t in _new_tensors(before.get(key), value) if t.is_floating_point()}
-            if not new:
-                continue
-            refuse = _refusal(self.name(key), new, tensors)
-            self.put_back({key: value.mapped(refuse)}, [key])
-
-
-def tensors_of(values: VariableStates) -> set[int]:
-    """Ids of the tensors in variables."""
-    return {id(tensor) for value in values.values() for tensor in value.tensors()}
+    def put_back(self, then: VariableStates) -> None:
+        """Gives variables the states of an earlier time."""
+        now = self.values()
+        for key in {**then, **now}:
+            wanted = then.get(key, _NOTHING)
+            if not now.get(key, _NOTHING).is_same(wanted):
+                self._spaces[key[0]].write(key[1], wanted.put_back())
 
 
-def _new_tensors(old: VariableState | None, now: VariableState) -> list[Tensor]:
-    known = () if old is None else {id(tensor) for tensor in old.tensors()}
-    return [tensor for tensor in now.tensors() if id(tensor) not in known]
-
-
-def _refusal(name: str, ids: set[int], tensors: Sequence[Tensor]) -> Callable[[Any], Any]:
-    def refuse(value: Any) -> Any:
-        if not isinstance(value, Tensor) or id(value) not in ids:
-            return value
-        with torch.enable_grad():
-            refused: Tensor = _Refused.apply(name, value.detach(), *tensors)
-        return refused
-
-    return refuse
-
-
-class _Refused(torch.autograd.Function):
-    """A tensor whose gradient is an error: the steps that made it ran without a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, value: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.name = name
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise RuntimeError(
-            f"fusedrnn: a tensor that the step keeps in {ctx.name} has no gradient; return it "
-            "from the step as an output, or detach it"
-        )
+_NOTHING = VariableState.of(_MISSING)

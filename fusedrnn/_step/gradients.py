@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-
-from .trees import differentiable
 
 Gradients = list[Tensor | None]
 
@@ -42,22 +38,3 @@ def gradients_of(
         )
     )
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-
-def nodes_behind(nodes: Sequence[Any]) -> Iterator[Any]:
-    """The other nodes of autograd's graph that these lead to, each once."""
-    waiting, seen = [*nodes], {*nodes}
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-                yield node
-
-
-def dense(gradients: Gradients, leaves: Sequence[Tensor]) -> Gradients:
-    """With zeros where there is no gradient though there could be one."""
-    return [
-        torch.zeros_like(leaf) if gradient is None and differentiable(leaf) else gradient
-        for gradient, leaf in zip(gradients, leaves, strict=True)
-    ]

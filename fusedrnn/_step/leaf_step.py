@@ -104,7 +104,7 @@ def call_of_cell(cell: nn.Module, state: Structure) -> TreeStep:
     """Calls a cell that returns its state, or an output and its state."""
 
     def call(old: Any, x: Any, constants: Any) -> tuple[Any, Any]:
-        result = cell(x, old)
+        result = as_it_runs(cell)(x, old)
         leaves, structure = flatten(result, "the cell's result")
         in_order = leaves if structure == state else state.leaves(result)
         if in_order is not None:
@@ -123,6 +123,14 @@ def call_of_cell(cell: nn.Module, state: Structure) -> TreeStep:
         )
 
     return call
+
+
+def as_it_runs(step: Any) -> Any:
+    """A step by torch.compile as it is without, where random numbers are handed to its functions:
+    within a TorchFunctionMode the compiler misses some of them."""
+    if not torch._C._len_torch_function_stack():
+        return step
+    return getattr(step, "_orig_mod", None) or getattr(step, "_torchdynamo_orig_callable", step)
 
 
 def with_masks(step: StepFunction, call: SequenceCall) -> tuple[StepFunction, SequenceCall, Leaves]:

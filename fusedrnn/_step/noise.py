@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _ops, _seeds
 from .._options import kind_of
+from .generators import RandomStates
 
 MOST_DRAWS = 2**16
 """Of a step; the other bits of a stream's number are those of the layer."""
@@ -59,19 +60,6 @@ class NumberSource:
         return self.uniform(like, shape, dtype).log().neg()
 
 
-class DrawsRefused(NumberSource):
-    """For backward, in which no step is being taken."""
-
-    def _draw(
-        self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        raise RuntimeError(
-            "fusedrnn: the step draws random numbers in backward, as a part of it under "
-            "torch.utils.checkpoint does; they would differ from forward's, so draw them outside "
-            "the checkpointed part"
-        )
-
-
 class Seed:
     """The seed of all layers of a call, drawn when the first of their numbers is."""
 
@@ -82,58 +70,70 @@ class Seed:
             )
         self.generator = generator
         self._drawn: Tensor | None = None
-        self._lent: Tensor | None = None
-        """The state of torch's own generator that comes back at the end of the call."""
+        self._source: torch.Generator | None = None
+        """From which it has been drawn; None for torch's own."""
+        self._lent: tuple[Tensor, Tensor] | None = None
+        """States of torch's own generator, which comes back at the end of the call, and of the
+        given one, when :meth:`lend` has been called."""
 
     @property
     def is_drawn(self) -> bool:
         return self._drawn is not None
 
     @property
+    def is_lent(self) -> bool:
+        return self._lent is not None
+
+    @property
     def is_from_torch(self) -> bool:
-        """Whether it comes from one of the generators that torch.rand draws from."""
-        return self.generator is None or self.generator in (
-            torch.default_generator,
-            *torch.cuda.default_generators,
-        )
+        """Whether it has been drawn from one of the generators that torch.rand draws from."""
+        torchs = None, torch.default_generator, *torch.cuda.default_generators
+        return self.is_drawn and self._source in torchs
 
     def on(self, device: torch.device) -> Tensor:
         if self._drawn is None:
-            self._drawn = _seeds.draw(self.generator, device)
+            self._source = None if self.is_lent else self.generator
+            self._drawn = _seeds.draw(self._source, device)
         return self._drawn if self._drawn.device == device else self._drawn.to(device)
 
-    def draw_again(self) -> None:
-        assert self._drawn is not None
-        self._drawn = _seeds.draw(self.generator, self._drawn.device)
+    def draw_again(self, device: torch.device) -> None:
+        """Takes from torch's generator what the seed has taken."""
+        _seeds.draw(self._source, device)
 
     def misses(self, device: torch.device) -> bool:
         """Whether functions that draw on a device take their numbers from elsewhere."""
         if self.generator is None:
             return False
         own = _torchs_own(device)
-        is_lent = self._lent is not None and own is _torchs_own(self.generator.device)
+        is_lent = self.is_lent and own is _torchs_own(self.generator.device)
         return self.generator is not own and not is_lent
+
+    def can_lend(self, device: torch.device) -> bool:
+        """Whether torch's functions on a device could draw what the given generator has."""
+        return self.generator is not None and self.generator.device.type == device.type
 
     def lend(self) -> None:
         """Has torch's own generator on the same device go on with the numbers of the given one."""
-        assert self.generator is not None
-        assert self._lent is None
+        assert self.generator is not None and self._lent is None
         own = _torchs_own(self.generator.device)
-        self._lent = own.get_state()
-        own.set_state(self.generator.get_state())
+        self._lent = own.get_state(), self.generator.get_state()
+        own.set_state(self._lent[1])
 
-    def give_back(self, has_drawn: bool = True) -> None:
-        """Ends what :meth:`lend` began: torch's own generator is as it was.
+    def lent_states(self, states: RandomStates) -> RandomStates:
+        """The same with the numbers that torch's own generator has been lent."""
+        assert self.generator is not None and self._lent is not None
+        of_torch = list(states.torch)
+        if of_torch:
+            of_torch[self.generator.device.type == "cuda"] = self._lent[1]
+        return states._replace(torch=tuple(of_torch))
 
-        Args:
-            has_drawn: Whether the given generator goes on after the numbers of that time.
-        """
+    def give_back(self) -> None:
+        """Ends what :meth:`lend` began: torch's own generator is as it was."""
         if self._lent is not None:
             assert self.generator is not None
             own = _torchs_own(self.generator.device)
-            if has_drawn:
-                self.generator.set_state(own.get_state())
-            own.set_state(self._lent)
+            self.generator.set_state(own.get_state())
+            own.set_state(self._lent[0])
             self._lent = None
 
 
@@ -161,30 +161,28 @@ class Noise(NumberSource):
 
     def __init__(self, seed: Seed, layer: int) -> None:
         self.seed, self.layer = seed, layer
-        self.draws: list[Draw] = []
-        """Of the first step."""
         self._rows = self._first = self._steps = self._place = self._next = 0
         self._drawn: dict[Draw, Tensor] = {}
-        self.is_given = False
-        """Whether the numbers come from :meth:`give`, as while a chunk is recorded."""
+        self.draws_seed_again = False
+        """Whether the steps once have drawn the seed, which the next draw is to do again."""
 
     @classmethod
     def for_trial(cls) -> Noise:
         """Of steps whose results nobody gets."""
         return cls(TrialSeed(), 0)
 
+    @property
+    def has_drawn(self) -> bool:
+        return bool(self._drawn)
+
     def chunk(self, first: int, steps: int, rows: int) -> None:
         """The steps from ``first`` on come next, for a batch of ``rows``."""
         self._first, self._steps, self._rows = first, steps, rows
-        self._drawn, self.is_given = {}, False
+        self._drawn = {}
 
     def step(self, time: int) -> None:
         """One step of the chunk comes next."""
         self._place, self._next = time - self._first, 0
-
-    def forget(self) -> None:
-        """The first step comes once more, with another seed."""
-        self._next, self.draws, self._drawn = 0, [], {}
 
     def _draw(
         self, distribution: int, device: torch.device, shape: Sequence[int], dtype: torch.dtype
@@ -199,14 +197,10 @@ class Noise(NumberSource):
         rows = self._rows
         batch = rows if shape and rows and shape[0] % rows == 0 else 1
         draw = Draw(number, distribution, device, batch, math.prod(shape) // batch, dtype)
-        if len(self.draws) == number:
-            self.draws.append(draw)
         if draw not in self._drawn:
-            if self.is_given:
-                raise RuntimeError(
-                    "fusedrnn: each step must draw random numbers by the same functions, shapes "
-                    "and dtypes as the first step"
-                )
+            if self.draws_seed_again:
+                self.seed.draw_again(device)
+                self.draws_seed_again = False
             self._drawn[draw] = self._numbers(draw)
         # A step may change its numbers in place.
         return self._drawn[draw][self._place].clone().reshape(shape)
@@ -223,12 +217,3 @@ class Noise(NumberSource):
             dtype=draw.dtype,
             first_step=self._first,
         )
-
-    def numbers(self) -> list[Tensor]:
-        """All that steps like the first one draw in the chunk, for :meth:`give`."""
-        return [self._numbers(draw) for draw in self.draws]
-
-    def give(self, numbers: Sequence[Tensor]) -> None:
-        """The steps of the chunk draw these."""
-        self._drawn = dict(zip(self.draws, numbers, strict=True))
-        self.is_given = True

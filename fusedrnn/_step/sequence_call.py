@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .noise import Seed
 from .trees import Leaves
@@ -104,24 +103,6 @@ class SequenceCall(NamedTuple):
                 ended = times >= self.lengths.to(leaf.device)
                 made[i] = leaf.masked_fill(ended.view(*ended.shape, *(1,) * (leaf.dim() - 2)), 0)
         return tuple(made)
-
-
-class LoopValues(NamedTuple):
-    """All tensors of a call, by what they are to its steps; a pytree."""
-
-    inputs: Leaves
-    """(seq_len, ...) each."""
-    state: Leaves
-    """Before the first step."""
-    constants: Leaves
-    weights: dict[str, Tensor]
-    """Parameters with gradient, by name."""
-    closed_over: dict[int, Tensor]
-    """By the id of the tensor that the step reads."""
-
-    def leaves(self) -> Leaves:
-        """In the order of the arguments of the autograd function."""
-        return tuple(pytree.tree_leaves(self))
 
 
 def like_rows(flags: Tensor, leaf: Tensor) -> Tensor:

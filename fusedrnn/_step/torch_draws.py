@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from .._tracers import is_compiling
-from .noise import NumberSource
+from .generators import is_capturing
+from .noise import NumberSource, Seed
 from .user_lines import line
 
 Function = Callable[..., Tensor]
@@ -20,8 +21,9 @@ Function = Callable[..., Tensor]
 def _check(is_right: Any, message: str) -> None:
     """As torch checks probabilities; on a GPU nobody waits for them, nor in a graph."""
     if isinstance(is_right, Tensor):
-        is_traced = is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        if is_traced or is_right.device.type != "cpu":
+        if is_compiling() or is_right.device.type != "cpu":
+            return
+        if not all(isinstance(mode, Lending) for mode in _get_current_dispatch_mode_stack()):
             return
         is_right = is_right.all()
     if not is_right:
@@ -225,20 +227,46 @@ WAY_OUT = (
 )
 
 
-class OtherDraws(TorchDispatchMode):
-    """Looks for numbers from torch's own generators, also within functions that are no Python."""
+class Lending(TorchDispatchMode):
+    """Within, functions that draw from torch's own generator get the numbers of the call's.
 
-    def __init__(self) -> None:
+    That one's state is lent to torch's own at the first of them, also within functions that are no
+    Python. Other threads should not draw from it until the call ends.
+    """
+
+    def __init__(self, seed: Seed) -> None:
         super().__init__()
-        self.found = ""
-        """The first operation that draws such numbers, with the user's line."""
+        self._seed = seed
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.found and torch.Tag.nondeterministic_seeded in function.tags:
-            given = (*args, *kwargs.values())
-            if not any(isinstance(value, torch.Generator) for value in given):
-                self.found = f"{function.overloadpacket}{line()}"
+        given = (*args, *kwargs.values())
+        if torch.Tag.nondeterministic_seeded in function.tags and not any(
+            isinstance(value, torch.Generator) for value in given
+        ):
+            self._lend(function, given)
         return function(*args, **kwargs)
+
+    def _lend(self, function: Any, given: Sequence[Any]) -> None:
+        devices = [v if isinstance(v, torch.device) else v.device for v in given if _has_device(v)]
+        device = devices[-1] if devices else torch.device("cpu")
+        seed = self._seed
+        if not seed.misses(device):
+            return
+        if not seed.can_lend(device):
+            raise RuntimeError(
+                f"fusedrnn: {function.overloadpacket}{line()} draws on {device} from torch's "
+                f"default generator, not from generator=; {WAY_OUT}"
+            )
+        if is_capturing(device):
+            raise RuntimeError(
+                f"fusedrnn: {function.overloadpacket}{line()} does not draw from generator= while "
+                f"a CUDA graph is captured; {WAY_OUT}"
+            )
+        seed.lend()
+
+
+def _has_device(value: Any) -> bool:
+    return isinstance(value, Tensor | torch.device)

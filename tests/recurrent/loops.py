@@ -20,8 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of 3": {"chunk_size": 3},
     "one chunk": {"chunk_size": 100},
     "last output": {"return_sequence": False},
-    # By a recorder for the CPU, where a test has set it; for at least three chunks.
-    "graphs": {"cuda_graphs": True, "chunk_size": 2},
     "no recomputation": {"recompute": False},
 }
 """Options that leave numbers alone: any step by each of them is the plain loop."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,10 @@ from recurrent.loops import By, Mixed, Noisy, check_same, scan_loop, twice
 from runtime.plain import loop as plain_loop
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import weight_norm
 
 import fusedrnn
+from bench.clock import measure_memory
 from fusedrnn._step.generators import drawn_from, global_generators, states_of
 
 pytestmark = pytest.mark.usefixtures("steps_in_python")
@@ -29,7 +28,6 @@ def test_what_is_printed() -> None:
     assert str(found).splitlines() == [
         "steps in Python, because FUSEDRNN_COMPILE is 0",
         "chunks of 10 steps: sqrt(100), which balances saved states and workspace",
-        "CUDA graphs: no, cuda_graphs is False",
         f"  a plain loop keeps, per step         {found.step_bytes:>16,} bytes",
         "  kept until backward, per step                      26 bytes",
         f"  workspace of backward                {10 * found.step_bytes:>16,} bytes",
@@ -106,30 +104,22 @@ def test_workspace_bytes(cell: Any) -> None:
         assert found.workspace_bytes <= steps * one + 5
 
 
-def test_what_autograd_keeps_at_once() -> None:
-    """Of a chunk, whatever the length of the sequence."""
-    most = []
-    for seq_len in (24, 48):
-        rnn = fusedrnn.Recurrent(nn.GRUCell(4, 16), chunk_size=8)
-        x = torch.randn(seq_len, 3, 4)
-        output, _ = rnn(x)
-        alive, peak = set(), 0
+def test_memory_of_a_chunk() -> None:
+    """Whatever the length of the sequence, besides inputs, outputs and their gradients."""
+    extra, chunk, width = [], 8, 64
+    for seq_len in (4 * chunk, 16 * chunk):
+        rnn = fusedrnn.Recurrent(nn.GRUCell(width, width), chunk_size=chunk)
+        x = torch.randn(seq_len, 16, width, requires_grad=True)
 
-        class Kept:
-            def __init__(self, tensor: Tensor) -> None:
-                nonlocal peak
-                self.tensor = tensor
-                alive.add(id(self))  # noqa: B023
-                peak = max(peak, len(alive))  # noqa: B023
+        def train() -> None:
+            rnn(x)[0].sum().backward()  # noqa: B023
+            x.grad = None  # noqa: B023
 
-            def __del__(self) -> None:
-                alive.discard(id(self))  # noqa: B023
-
-        with saved_tensors_hooks(Kept, lambda kept: kept.tensor):
-            output.sum().backward()
-        gc.collect()
-        most.append(peak)
-    assert most[0] == most[1] > 0
+        train()
+        states = x.nbytes / chunk
+        extra.append(measure_memory(train).peak_bytes - 2 * x.nbytes - states)
+        assert extra[-1] < 2 * chunk * rnn.explain(x).step_bytes
+    assert extra[1] < 1.2 * extra[0]
 
 
 def fake() -> Tensor:

@@ -78,7 +78,6 @@ def test_settings_that_are_wrong_are_so_later_too(ways: list[bool]) -> None:
         ("chunk_size", 2, 2.0),
         ("chunk_size", 1, True),
         ("recompute", True, 1),
-        ("cuda_graphs", False, 0),
         ("workspace_bytes", 10**6, 1e6),
         ("compile_cell", "auto", "sometimes"),
         ("chunk_size", None, -1),

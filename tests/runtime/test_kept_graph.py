@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_no_step_is_taken_again() -> None:
     assert "since recompute=False" in found.chunk_reason
 
 
-def test_the_seed_is_drawn_before_other_numbers() -> None:
+def test_numbers_of_two_generators() -> None:
     class Cell(nn.Module):
         def forward(self, x: Tensor, h: Tensor) -> Tensor:
             return torch.tanh(x + h + torch.randint(5, h.shape) + torch.rand(h.shape))
@@ -62,10 +61,8 @@ def test_the_seed_is_drawn_before_other_numbers() -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("options", [{"cuda_graphs": True}, {"chunk_size": 3}])
-def test_what_it_excludes(options: Any) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match=re.escape(f"recompute=False cannot be used with {name}")):
-        fusedrnn.Recurrent(nn.RNNCell(H, H), recompute=False, **options)
+def test_what_it_excludes() -> None:
+    with pytest.raises(ValueError, match="recompute=False cannot be used with chunk_size"):
+        fusedrnn.Recurrent(nn.RNNCell(H, H), recompute=False, chunk_size=3)
     with pytest.raises(TypeError, match="recompute"):
         fusedrnn.Recurrent(nn.RNNCell(H, H), recompute=None)  # type: ignore[arg-type]

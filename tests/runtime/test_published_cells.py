@@ -17,13 +17,11 @@ from compiler.interpreted import interpreted
 from recurrent.registry import BY_NAME, CASES, Case, H
 from runtime.gpu_programs import emulate
 from runtime.plain import Masks, loop, loss_of
-from runtime.recorders import Repeated
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 import fusedrnn
-from fusedrnn._runtime import cuda_graphs
 
 T, B = 5, 3
 SEVERAL = [BY_NAME[name] for name in ("GRUCell", "LSTMCell", "ForumCell", "dict state", "PlaNet")]
@@ -90,7 +88,7 @@ class Ready:
     def with_options(self, **options: Any) -> fusedrnn.Recurrent:
         """As if the module had been made with these; their defaults for the others."""
         every = {"chunk_size": None, "return_sequence": True, "batch_first": False}
-        every |= {"recompute": True, "cuda_graphs": False} | options
+        every |= {"recompute": True} | options
         if self.rnn.compile_cell == "never" and not every["recompute"]:
             every["chunk_size"] = None  # the graph of steps has none
         for name, value in every.items():
@@ -449,14 +447,3 @@ def check_random_call(seed: int, backend: str, **options: Any) -> None:
     options |= {"chunk_size": draw.choice([None, 1, 2, 5, 100])}
     options |= {"return_sequence": draw.random() < 0.7}
     check_call(case, backend, masks, (seq_len, batch), **options)
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[SLOW] * (seed >= 40)) for seed in range(100)]
-)
-def test_random_calls_by_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps in Python. The second call is the first one that records."""
-    monkeypatch.setitem(cuda_graphs.RECORDERS, "cpu", Repeated)
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
-    for _ in range(2):
-        check_random_call(seed, IN_PYTHON, cuda_graphs=True)

@@ -175,23 +175,3 @@ def test_steps_without_output(return_sequence: bool, empty: Any) -> None:
         return [scan_loop(lambda h, x: (torch.tanh(h @ w + x), h), start, x)[0]]
 
     check_same(run, expected, [w, x, start])
-
-
-# --- what is not for ever ------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("recorder")
-def test_an_obstacle_of_the_moment() -> None:
-    """Another thread draws from torch's generator while a step is tried."""
-    count = Unseen(0)
-
-    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        count.value += 1
-        if count.value == 1:
-            torch.randint(2, (1,))
-        return torch.tanh(x + h)
-
-    rnn = fusedrnn.Recurrent(By(step), cuda_graphs=True)
-    x, h = double(16, B, H), double(B, H)
-    rnn(x, h)
-    assert rnn.explain(x, h).is_recorded

@@ -14,7 +14,7 @@ from torch.distributions import Dirichlet, Gamma
 from torch.nn import functional as F
 
 import fusedrnn
-from fusedrnn._runtime.loop_run import Run
+from fusedrnn._step import torch_draws
 from fusedrnn._step.noise import Seed
 
 pytestmark = [
@@ -119,9 +119,10 @@ def later(draw: Callable[[Tensor], Tensor]) -> By:
     return By(step, count=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"chunk_size": 3}])
-def test_what_later_steps_alone_draw(options: Any) -> None:
-    rnn = fusedrnn.Recurrent(later(torch.rand_like), compile="never", **options)
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda h: torch.randint(3, h.shape)])
+@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"chunk_size": 3}], ids=str)
+def test_what_later_steps_alone_draw(options: Any, draw: Any) -> None:
+    rnn = fusedrnn.Recurrent(later(draw), compile="never", **options)
     x, start, found = torch.randn(T, B, H, requires_grad=True), torch.zeros(B, H), []
     for seed in (1, 1, 2):
         output, _ = rnn(x, start, generator=generator(seed))
@@ -129,16 +130,6 @@ def test_what_later_steps_alone_draw(options: Any) -> None:
         torch.rand(3)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert not torch.equal(found[0][0], found[2][0])
-
-
-@pytest.mark.parametrize("options", [{}, {"recompute": False}, {"chunk_size": 3}])
-def test_what_later_steps_alone_draw_by_other_functions_is_refused(options: Any) -> None:
-    rnn = fusedrnn.Recurrent(later(lambda h: torch.randint(3, h.shape)), compile="never", **options)
-    x, before = torch.randn(T, B, H), torch.get_rng_state()
-    message = r"^fusedrnn: aten.randint \(test_generators.py:\d+\) draws from torch's default"
-    with pytest.raises(RuntimeError, match=message):
-        rnn(x, torch.zeros(B, H), generator=generator())
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -158,38 +149,23 @@ def test_an_error_in_a_step_leaves_torchs_generator(options: Any, at: int) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_within_vmap_other_functions_are_refused() -> None:
-    def drawn(xs: Tensor) -> Tensor:
-        step = lambda h, x: (h, x + torch.randint(3, x.shape))  # noqa: E731
-        return fusedrnn.scan(step, xs[0], xs, generator=generator())[1]  # type: ignore[no-any-return]
-
-    with (
-        pytest.warns(UserWarning, match="run as a plain loop"),
-        pytest.raises(RuntimeError, match=r"aten.randint .* draws .* within torch.func"),
-    ):
-        torch.func.vmap(drawn, 1, randomness="different")(torch.randn(T, B, H))
-
-
 def test_while_a_graph_is_captured_other_functions_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When no generator tells its state."""
-    monkeypatch.setattr(Run, "_states_of_torch", lambda run: ())
+    monkeypatch.setattr(torch_draws, "is_capturing", lambda device: True)
     rnn = fusedrnn.Recurrent(By(lambda c, x, h: x + F.dropout1d(h)), compile="never")
     with pytest.raises(RuntimeError, match=r"aten.bernoulli_ .* not draw .* graph is captured"):
         rnn(torch.randn(T, B, H), torch.zeros(B, H), generator=generator())
 
 
 def test_draws_on_another_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Seed, "misses", lambda seed, device: True)
-    norm = nn.BatchNorm1d(H)
-    rnn = fusedrnn.Recurrent(By(lambda c, x, h: c.norm(F.dropout1d(x + h)), norm=norm))
-    x, given = torch.randn(T, B, H), generator()
-    before = torch.get_rng_state()
+    monkeypatch.setattr(Seed, "can_lend", lambda seed, device: False)
+    rnn = fusedrnn.Recurrent(By(lambda c, x, h: F.dropout1d(x + h)))
+    x, given, before = torch.randn(T, B, H), generator(), torch.get_rng_state()
     with pytest.raises(RuntimeError, match=r"aten.bernoulli_ .* draws on cpu from torch's default"):
         rnn(x, torch.zeros(B, H), generator=given)
     assert torch.equal(torch.get_rng_state(), before)
-    assert norm.num_batches_tracked == 0
     assert torch.equal(given.get_state(), generator().get_state())
 
 

@@ -1,0 +1,269 @@
+"""A sequence by steps in Python, whose chunks are under torch.utils.checkpoint.
+
+Forward keeps the state before each chunk. When backward comes to a chunk, it takes the steps again,
+which must be as they were: with the same random numbers, variables and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from .._step.generators import RandomStates, is_capturing
+from .._step.noise import Noise
+from .._step.sequence_call import SequenceCall
+from .._step.trees import Leaves
+from .python_steps import Chunk, PythonSteps, Taken
+from .python_variables import versions_of
+from .sequence_slices import Alias, Join, Whole, Write, cut
+from .state_comparison import are_close, coarsest_eps, sums_are_close, sums_of
+from .step_changes import Before, Changes
+
+
+def take_all(
+    steps: PythonSteps,
+    inputs: Leaves,
+    state: Leaves,
+    constants: Leaves,
+    chunk_size: int,
+    recompute: bool,
+) -> tuple[Leaves, Leaves]:
+    """Outputs and the last state.
+
+    Args:
+        chunk_size: Steps of a chunk.
+        recompute: Whether backward takes the steps again; else their graph is kept, if there
+            is one.
+    """
+    call, rest = steps.call, list(inputs)
+    wholes = [Whole(call.seq_len, call.backwards) for _ in inputs]
+    takes = _Checkpoints(steps, (*inputs, *state, *constants)) if recompute else None
+    results = _Results(call)
+    state = tuple(map(Alias.apply, state))
+    for chunk in steps.chunks(chunk_size):
+        parts = []
+        for i, leaf in enumerate(rest):
+            part, rest[i] = cut(leaf, len(chunk.times), wholes[i])
+            parts.append(part)
+        given = state, tuple(parts), constants, results.last
+        if takes is None:
+            taken = steps.take(chunk, *given, Noise(call.seed, call.layer))
+        else:
+            taken = takes.take(chunk, given)
+        state = taken.state
+        results.add(chunk, taken.outputs)
+    if takes is not None:
+        takes.end()
+    # A step may return what it gets, and the same tensor twice: users may write to results.
+    return results.outputs(), tuple(leaf.clone() for leaf in state)
+
+
+class CannotCheckpoint(Exception):
+    """A step calls torch.func.grad or the like, which refuses checkpoints; nothing has happened."""
+
+
+def refuses_checkpoints(error: RuntimeError) -> bool:
+    """Whether torch.func says so, whose transforms allow no hooks of saved tensors."""
+    return "support saved tensor hooks" in str(error)
+
+
+class _Results:
+    """Outputs of all steps in one tensor for each leaf, or the last ones."""
+
+    def __init__(self, call: SequenceCall) -> None:
+        self._call = call
+        self._sequences: list[Tensor] = []
+        self._parts: list[tuple[int, Leaves]] = []
+        self.last: Leaves = ()
+
+    def add(self, chunk: Chunk, outputs: Leaves) -> None:
+        if not self._call.returns_sequence:
+            self.last = outputs
+            return
+        if all(type(leaf) is Tensor for leaf in outputs):
+            if not self._parts:
+                size = self._call.seq_len
+                self._sequences = [leaf.new_empty((size, *leaf.shape[1:])) for leaf in outputs]
+            places = zip(outputs, self._sequences, strict=True)
+            outputs = tuple([Write.apply(leaf, sequence[chunk.part]) for leaf, sequence in places])
+        self._parts.append((chunk.part.start, outputs))
+
+    def outputs(self) -> Leaves:
+        if not self._call.returns_sequence:
+            return tuple(leaf.clone() for leaf in self.last)
+        in_time = sorted(self._parts, key=lambda part: part[0])
+        parts = list(zip(*(part for _, part in in_time), strict=True))
+        if not self._sequences:
+            return tuple(map(torch.cat, parts))
+        both = zip(self._sequences, parts, strict=True)
+        return tuple(Join.apply(sequence, *some) for sequence, some in both)
+
+
+class _Checkpoints:
+    """Takes chunks in forward so that backward can take them again."""
+
+    def __init__(self, steps: PythonSteps, tensors: Leaves) -> None:
+        self._steps, self._changes = steps, Changes(steps.variables)
+        self._random = self._first = steps.generators.states()
+        self._had_seed = steps.call.seed.is_drawn
+        self._versions = versions_of(steps.weights)
+        kind = steps.call.device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._eps = coarsest_eps(autocast, (*tensors, *steps.weights))
+
+    def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> Taken:
+        seed, generators = self._steps.call.seed, self._steps.generators
+        sizes = [len(leaves) for leaves in given]
+        before = self._random
+        again = _ChunkTaken(
+            self._steps, chunk, sizes, self._changes.before(), self._eps, self._versions, before
+        )
+        had_seed, was_lent = seed.is_drawn, seed.is_lent
+        try:
+            made = checkpoint(
+                again,
+                *(leaf for leaves in given for leaf in leaves),
+                use_reentrant=False,
+                preserve_rng_state=False,  # generators of Python and NumPy are put back, too
+                early_stop=False,  # so that states and outputs are compared
+            )
+        except RuntimeError as error:
+            if not refuses_checkpoints(error):
+                raise
+            self._undo()
+            raise CannotCheckpoint from error
+        self._changes.note()
+        self._random = generators.states(before)
+        if seed.is_lent and not was_lent:
+            before = seed.lent_states(before)
+        if seed.is_from_torch and not had_seed:
+            with generators.as_of(before, self._random):
+                seed.draw_again(self._steps.call.device)
+                is_all = generators.states().is_same(self._random)
+            before = self._random if is_all else before
+            again.draws_seed = not is_all
+        again.random, again.random_after = before, self._random
+        return Taken(tuple(made[: sizes[0]]), tuple(made[sizes[0] :]))
+
+    def _undo(self) -> None:
+        self._changes.undo()
+        self._steps.generators.put_back(self._first)
+        seed = self._steps.call.seed
+        if seed.is_from_torch and not self._had_seed:
+            seed.draw_again(self._steps.call.device)
+
+    def end(self) -> None:
+        self._changes.end()
+
+
+@dataclass
+class _ChunkTaken:
+    """Takes the steps of a chunk, in forward and again in backward."""
+
+    steps: PythonSteps
+    chunk: Chunk
+    sizes: Sequence[int]
+    """How many tensors are the state, inputs, constants and last outputs."""
+    before: Before
+    eps: float
+    """Of the coarsest dtype that steps compute in."""
+    versions: Sequence[int]
+    """Of the weights."""
+    random: RandomStates
+    """Before the chunk."""
+    random_after: RandomStates | None = None
+    has_begun: bool = False
+    """Whether forward takes the steps, or has taken them."""
+    draws_seed: bool = False
+    """Whether one of its steps has drawn the seed of the call from torch's generators."""
+    state: Leaves = ()
+    """That forward has made."""
+    sums: Tensor | None = None
+    """Of the outputs that forward has made."""
+
+    def __call__(self, *leaves: Tensor) -> Leaves:
+        # From their second run on, functions of TorchScript save other tensors when optimized.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            if not self.has_begun:
+                return self._take(leaves)
+            with torch.inference_mode(False), torch.enable_grad():
+                return self._take(leaves)
+
+    def _take(self, leaves: Sequence[Tensor]) -> Leaves:
+        if self.has_begun:  # a gradient that a step takes must not go on into earlier chunks
+            leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        steps, rest = self.steps, iter(leaves)
+        state, parts, constants, last = (
+            tuple([next(rest) for _ in range(size)]) for size in self.sizes
+        )
+        given = self.chunk, state, parts, constants, last
+        noise = Noise(steps.call.seed, steps.call.layer)
+        if not self.has_begun:
+            self.has_begun = True
+            try:
+                taken = steps.take(*given, noise)
+            except AssertionError as error:
+                if "activation checkpoint" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "fusedrnn: a step that takes gradients itself must detach what it gets before "
+                    "it computes what they are of, since steps before it are recomputed; "
+                    "recompute=False keeps them"
+                ) from error
+            self.state = tuple([leaf.detach() for leaf in taken.state])
+            self.sums = sums_of([[leaf] for leaf in taken.outputs])
+            return *taken.state, *taken.outputs
+        if self.sums is None:  # a step of the chunk takes a gradient itself
+            steps.takes_gradients = True
+        self._check_weights()
+        noise.draws_seed_again = self.draws_seed
+        with (
+            steps.variables.exchanged(self.before.states()),
+            steps.generators.as_of(self.random, self.random_after),
+        ):
+            try:
+                taken = steps.take(*given, noise)
+            except CheckpointError as error:
+                raise RuntimeError(_NOT_AGAIN.format("graph of operations")) from error
+        if self.sums is not None:
+            self._compare(taken, self.sums)
+        return *taken.state, *taken.outputs
+
+    def _check_weights(self) -> None:
+        if versions_of(self.steps.weights) != self.versions:
+            raise RuntimeError(
+                "fusedrnn: a weight of the step has been modified by an inplace operation between "
+                "forward and backward, which recomputes the steps"
+            )
+
+    def _compare(self, taken: Taken, known: Tensor) -> None:
+        """
+        Args:
+            known: Sums of the outputs.
+
+        Raises:
+            RuntimeError: The state or the outputs are others than in forward.
+        """
+        if is_capturing(taken.state[0].device):
+            return
+        with torch.no_grad():
+            same = are_close(taken.state, self.state, self.eps)
+            if outputs := [[leaf] for leaf in taken.outputs]:
+                sums = sums_of(outputs)
+                same = torch.cat([same, sums_are_close(sums, known, outputs, self.eps)])
+            found = same.tolist()
+        if not all(found):
+            names = [*self.steps.call.names.state, "output"]
+            raise RuntimeError(_NOT_AGAIN.format(names[found.index(False)]))
+
+
+_NOT_AGAIN = (
+    "fusedrnn: the step is not deterministic: recomputing it in backward gave a different {}. A "
+    "step may depend only on its arguments, weights, buffers, attributes and random numbers, not "
+    "on iterators or clocks; and weights and closed-over tensors must not change between forward "
+    "and backward"
+)
