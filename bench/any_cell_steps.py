@@ -95,8 +95,6 @@ class Step:
         memory = getattr(self.cell, "memory", None)
         if memory is not None:
             self.cell.attend(memory)  # its graph is of one backward only
-        # As a gradient of leaf[time] is of the whole leaf, of which a loop would make T.
-        self.steps = pytree.tree_map(lambda leaf: leaf.unbind(0), self.inputs)
         outputs = [leaf for leaf in pytree.tree_leaves(self.forward()) if leaf.requires_grad]
         self.output_bytes = sum(leaf.nbytes for leaf in outputs)
         if self.gradients is None:
@@ -106,17 +104,21 @@ class Step:
         for leaf in pytree.tree_leaves(self.inputs):
             leaf.grad = None
 
-    def _step(self, cell: Callable[..., Any], state: Any, time: int) -> tuple[Any, Any]:
-        x = pytree.tree_map(lambda steps: steps[time], self.steps, is_leaf=_is_steps)
+    def _steps(self) -> Any:
+        """The inputs step by step: a gradient of leaf[time] would be one of the whole leaf."""
+        return pytree.tree_map(lambda leaf: leaf.unbind(0), self.inputs)
+
+    def _step(self, cell: Callable[..., Any], state: Any, steps: Any, time: int) -> tuple[Any, Any]:
+        x = pytree.tree_map(lambda leaf: leaf[time], steps, is_leaf=_is_steps)
         result = cell(x, state)
         if pytree.tree_structure(result) == self.structure:
             return result, pytree.tree_leaves(result)[0]
         return result[1], result[0]
 
     def _loop(self, cell: Callable[..., Any]) -> Any:
-        state, outputs = self.state, []
+        state, steps, outputs = self.state, self._steps(), []
         for time in range(self.seq_len):
-            state, y = self._step(cell, state, time)
+            state, y = self._step(cell, state, steps, time)
             outputs.append(y)
         return pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
 
@@ -125,17 +127,19 @@ class Step:
         return int(pytree.tree_leaves(self.inputs)[0].shape[0])
 
     def _checkpointed(self) -> Any:
-        def steps(state: Any, begin: int, end: int) -> tuple[Any, Any]:
+        steps = self._steps()
+
+        def take(state: Any, begin: int, end: int) -> tuple[Any, Any]:
             outputs = []
             for time in range(begin, end):
-                state, y = self._step(self.cell, state, time)
+                state, y = self._step(self.cell, state, steps, time)
                 outputs.append(y)
             return state, pytree.tree_map(lambda *leaves: torch.stack(leaves), *outputs)
 
         state, parts = self.state, []
         for begin in range(0, self.seq_len, self.chunk):
             end = min(begin + self.chunk, self.seq_len)
-            state, part = checkpoint(steps, state, begin, end, use_reentrant=False)
+            state, part = checkpoint(take, state, begin, end, use_reentrant=False)
             parts.append(part)
         return pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
 

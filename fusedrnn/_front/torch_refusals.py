@@ -62,10 +62,18 @@ _WAYS_OUT = [
         "choose by torch.where instead of by a tensor's value in Python",
     ),
     (
-        r"the step changes (?:cell\.|a buffer|)(?P<name>\w*)",
+        r"the step changes .*(?:num_batches_tracked|running_)",
+        "take LayerNorm or RMSNorm instead of batch norm",
+    ),
+    (
+        r"the step changes cell\.(?P<name>\w+)(?: |$)",
         "make what later steps read the state, here {name}: def forward(self, x, {name}), which "
         "ends with return output, {name}, and def initial_state(self, batch), which returns its "
         "start; return what the step only collects as an output",
+    ),
+    (
+        r"the step changes (?!a tensor)",
+        "return what the step collects as an output, and what it keeps or counts in the state",
     ),
     (r"it calls print\b", "return what it prints as an output of the step"),
     (
@@ -79,8 +87,7 @@ def way_out(reason: str) -> str:
     """What a user can do so that a step compiles; or nothing."""
     for pattern, words in _WAYS_OUT:
         if found := re.search(pattern, reason):
-            names = {name: value or "state" for name, value in found.groupdict().items()}
-            return words.format(**names)
+            return words.format(**found.groupdict())
     return ""
 
 

@@ -123,8 +123,9 @@ class OneLayerCall:
             )
         elif self.call.device.type == "cpu" and steps_of_process.is_news(self.user):
             warn(
-                f"fusedrnn: {name_of(step)}{place} runs as steps in Python, in less memory but "
-                f"more time than a loop, because {obstacle}; compile='never' silences this"
+                f"fusedrnn: {name_of(step)}{place} is not compiled, because {obstacle}. Results "
+                "are those of a loop, in less memory but more time. explain() says what would "
+                "change that; compile='never' silences this warning"
             )
 
     def _compiled(self) -> tuple[tuple[Any, Any] | None, str]:

@@ -264,6 +264,6 @@ class _ChunkTaken:
 _NOT_AGAIN = (
     "fusedrnn: the step is not deterministic: recomputing it in backward gave a different {}. A "
     "step may depend only on its arguments, weights, buffers, attributes and random numbers, not "
-    "on iterators or clocks; and weights and closed-over tensors must not change between forward "
-    "and backward"
+    "on iterators or clocks, nor on arrays of NumPy that it changes; and weights and closed-over "
+    "tensors must not change between forward and backward"
 )
