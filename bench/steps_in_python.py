@@ -24,7 +24,7 @@ from .any_cell_steps import CHECKPOINT, LOOP, OURS
 from .report import Report, Run, Table, main
 
 NAMES = (LOOP, CHECKPOINT, OURS)
-SIZE, SMALL_SIZE = Size(144, 32, 256), Size(576, 8, 32)
+SIZE, SMALL_SIZE = Size(100, 32, 256), Size(400, 8, 32)
 SMALL_CELLS = ("GRUCell", "ForumCell", "PlaNet")
 ROUNDS = 3
 
@@ -81,18 +81,24 @@ def run(run: Run) -> Report:
     cases = [case for case in (*CASES, *NOT_COMPILED) if not run.quick or case.name == "GRUCell"]
     small = [case for case in CASES if case.name in SMALL_CELLS and not run.quick]
     task = run.progress.add_task("steps_in_python", total=len(cases) + len(small))
-    content: dict[str, Any] = {}
-    tables = []
-    for what, at, some in (("cells", size, cases), ("small", SMALL_SIZE, small)):
-        results = {}
+    parts = (("cells", size, cases), ("small", SMALL_SIZE, small))
+    found: dict[str, dict[str, Any]] = {}
+    for part, at, some in parts:
         for case in some:
             rows = measured(case, at, NAMES, 2 if run.quick else ROUNDS, of_inputs=True)
-            results[case.name] = with_ratios(rows)
+            found.setdefault(part, {})[case.name] = with_ratios(rows)
             run.progress.advance(task)
-        if results:
-            content[what] = {"size": asdict(at), "cells": results}
-            of_all = table(at, results, NAMES), _medians(at, results), unable(results)
-            tables += [one for one in of_all if one is not None]
+            run.write(_report(found, {"cells": size, "small": SMALL_SIZE}))
+    return _report(found, {"cells": size, "small": SMALL_SIZE})
+
+
+def _report(found: dict[str, dict[str, Any]], sizes: dict[str, Size]) -> Report:
+    content, tables = {}, []
+    for part, results in found.items():
+        at = sizes[part]
+        content[part] = {"size": asdict(at), "cells": results}
+        of_all = table(at, results, NAMES), _medians(at, results), unable(results)
+        tables += [one for one in of_all if one is not None]
     return Report("steps_in_python", content, tables)
 
 

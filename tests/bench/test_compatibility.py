@@ -28,13 +28,11 @@ RECURRENT = "Recurrent"
 FIXED = "steps are taken one by one, as many as the example has"
 KNOWN_OF_RECURRENT = {
     "autograd: selective checkpoint": "outputs are written in place, step by step",
-    "autograd: parametrizations and pruning": "pruning sets an attribute in each step",
     "func: make_fx, symbolic": FIXED,
     "func: vmap over lengths": "lengths are read as numbers",
     "library: fake tensors": "states of a step are compared with those of its repetition",
     "library: meta tensors": "inputs must have numbers",
     "library: __torch_dispatch__ subclass": "a seed is read as a number",
-    "library: FLOP counter": "the counter does not expect that backward takes steps again",
     "amp: dtypes under autocast": "a state keeps the dtype in which it came",
     "export: dynamic steps and batch": FIXED,
     "export: saved and loaded": FIXED,
