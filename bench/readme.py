@@ -64,8 +64,6 @@ ANY_CELL = (
     "loop, torch.compile",
     "torch's scan",
 )
-EARLIER_ENGINE = "earlier-engine"
-"""The folder of results of steps in Python without torch.utils.checkpoint, at commit f04991a."""
 
 
 def afterwards(run: Run) -> None:
@@ -244,19 +242,17 @@ def any_cell_table(results: Path) -> str:
 
 
 def steps_table(results: Path) -> str:
-    """The same of steps in Python, by torch's checkpoints, and by this package's earlier engine."""
+    """The same of steps in Python, and of a loop that a user has checkpointed by hand."""
     content = _load(results, "steps_in_python")
-    earlier = _load(results / EARLIER_ENGINE, "steps_in_python")
     rows, about = [], content["environment"]
-    for part in ("cells", "small"):
+    for part in filter(content.__contains__, ("cells", "small")):
         of_all: dict[str, list[tuple[float, float]]] = {}
         size = content[part]["size"]
         for cell, measured in content[part]["cells"].items():
             loop = measured["plain loop"]
             row = [cell, f"{mib(loop['peak_bytes'])} MiB, {loop['ms']:,.0f} ms"]
-            before = earlier[part]["cells"][cell]["Recurrent, loop"]
-            by = {name: measured[name] for name in ("checkpoint per chunk", "Recurrent, loop")}
-            for name, one in (by | {"the engine before": before}).items():
+            for name in ("checkpoint per chunk", "Recurrent, loop"):
+                one = measured[name]
                 if "ms" not in one:
                     row.append("–")
                     continue
@@ -271,7 +267,7 @@ def steps_table(results: Path) -> str:
         rows.append([f"**median at {shape}**", "", *medians])
     columns = ["peak memory, time", "plain loop", "checkpoint per chunk", "Recurrent, in Python"]
     return (
-        f"{markdown_rows(Table('', [*columns, 'the engine before'], rows))}\n"
+        f"{markdown_rows(Table('', columns, rows))}\n"
         f"A training step with gradients of the inputs, float32, {machine(about)}, "
         f"{about['date'][:10]}; multiples of the plain loop's, whose median is below its rows.\n"
     )
