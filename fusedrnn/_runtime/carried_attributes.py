@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .._step.noise import Noise
@@ -13,7 +12,6 @@ from .python_variables import VariableStates
 from .step_changes import aside
 
 
-@torch.no_grad()
 def check_nothing_is_carried(
     steps: PythonSteps, inputs: Leaves, state: Leaves, constants: Leaves
 ) -> None:

@@ -10,11 +10,11 @@ import torch
 from .._front.step_graph import Given, StepGraph
 from .._step.leaf_step import StepFunction, with_masks
 from .._step.noise import Noise
-from .._step.sequence_call import SequenceCall, like_rows
+from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .._step.watch import Watch
 from .._warnings import warn
-from .python_steps import take_step
+from .python_steps import chosen, take_step
 
 
 def plain_loop(
@@ -37,8 +37,7 @@ def plain_loop(
         return times[0 if call.backwards else -1], state
     last = times[0]
     for y, flags in zip(times[1:], call.last[1:], strict=True):
-        both = zip(y, last, strict=True)
-        last = tuple([torch.where(like_rows(flags, new), new, old) for new, old in both])
+        last = chosen(flags, y, last)
     return last, state
 
 

@@ -114,7 +114,7 @@ class PythonSteps:
         if call.last is None:
             return Taken(state, outputs[-1] if chunk.stop == call.seq_len else ())
         for time, y in zip(chunk.times, outputs, strict=True):
-            last = _chosen(call.last[time], y, last) if last else y
+            last = chosen(call.last[time], y, last) if last else y
         return Taken(state, last)
 
 
@@ -154,7 +154,8 @@ def _without_rest(leaf: Tensor) -> Tensor:
         return leaf
 
 
-def _chosen(flags: Tensor, new: Leaves, old: Leaves) -> Leaves:
+def chosen(flags: Tensor, new: Leaves, old: Leaves) -> Leaves:
+    """The new ones of rows with a flag, the old ones of the others."""
     both = zip(new, old, strict=True)
     return tuple([torch.where(like_rows(flags, a), a, b) for a, b in both])
 

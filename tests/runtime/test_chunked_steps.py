@@ -234,6 +234,19 @@ def test_two_threads_pass_one_graph_backward() -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+def check_two_calls(cell: By, x: Tensor) -> fusedrnn.Recurrent:
+    """Each has the loop's values, gradients and count of steps."""
+    rnn, found = never(cell), []
+    for run in (rnn, rnn, lambda x, h: plain_loop(cell, x, h)):
+        cell.count = 0
+        torch.manual_seed(0)
+        y, _ = run(x, START)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *cell.parameters()])])
+        assert cell.count == T
+    torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-10, atol=1e-10)
+    return rnn
+
+
 def test_a_step_that_takes_gradients() -> None:
     """In forward, of what it has made; a count and torch's numbers are as in the loop."""
 
@@ -251,15 +264,9 @@ def test_a_step_that_takes_gradients() -> None:
         never(By(through_all, linear=linear(H)))(double(T, B, H), START)[0].sum().backward()
 
     cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn, found = never(cell), []
-    for run in (rnn, rnn, lambda x, h: plain_loop(cell, x, h)):
-        cell.count = 0
-        torch.manual_seed(0)
-        y, _ = run(x, START)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *cell.parameters()])])
-        assert cell.count == T
-    torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-10, atol=1e-10)
+    rnn = check_two_calls(cell, x)
     assert rnn.explain(x, START).chunk_steps == 1
+    rnn(x, START, reset=torch.rand(T, B) < 0.3)  # whose trial is under autograd, too
 
 
 def test_parametrizations_cached_in_forward_alone() -> None:
@@ -317,14 +324,7 @@ def test_torch_func_in_a_step() -> None:
         return torch.tanh(h - 0.1 * slope + x)
 
     cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn, found = never(cell), []
-    for run in (rnn, rnn, lambda x, h: plain_loop(cell, x, h)):
-        cell.count = 0
-        torch.manual_seed(0)
-        y, _ = run(x, START)
-        found.append([y, *torch.autograd.grad(y.sum(), [x, *cell.parameters()])])
-        assert cell.count == T
-    torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-10, atol=1e-10)
+    rnn = check_two_calls(cell, x)
     assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it calls torch.func"
 
 
