@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._front.torch_refusals import way_out
 from .._runtime.carried_attributes import check_nothing_is_carried
@@ -116,12 +117,13 @@ class OneLayerCall:
     def _warn_of_fallback(self, obstacle: str) -> None:
         """Once for each cell or code, and once again where earlier calls were compiled."""
         cell, place, step = self.memory.compiling, self.call.place, self.user.step
+        is_news = self.call.device.type == "cpu" and steps_of_process.is_news(self.user)
         if cell.is_to_warn():
             warn(
                 f"fusedrnn: the cell{place} was compiled for earlier calls; calls like this one "
                 f"run as steps in Python, because {obstacle}"
             )
-        elif self.call.device.type == "cpu" and steps_of_process.is_news(self.user):
+        elif is_news:
             warn(
                 f"fusedrnn: {name_of(step)}{place} is not compiled, because {obstacle}. Results "
                 "are those of a loop, in less memory but more time. explain() says what would "
@@ -179,14 +181,16 @@ class OneLayerCall:
             call.without_values()._replace(seed=call.seed),
             flat,
             Variables(modules, held),
-            [p for p in dict.fromkeys([*weights, *held.parameters]) if p.requires_grad],
             Generators(call.device, held.generators),
             draws=call.seed.misses(call.device),
         )
         is_scripted = uses_torchscript(held, modules)
         given = call.inputs, call.state, (*self.constants, *constants)
+        weights = [*dict.fromkeys([*weights, *held.parameters])]
         is_reset = call.resets is not None or (call.lengths is not None and call.backwards)
-        return StepsInPython(steps, given, step, self.settings, self.memory, is_reset, is_scripted)
+        return StepsInPython(
+            steps, given, weights, step, self.settings, self.memory, is_reset, is_scripted
+        )
 
 
 def options_of(settings: Settings) -> ProgramOptions:
@@ -209,6 +213,8 @@ class StepsInPython:
     steps: PythonSteps
     given: tuple[Leaves, Leaves, Leaves]
     """Inputs, state and constants."""
+    weights: Sequence[Tensor]
+    """Of the step's modules, and others that it reads."""
     step: LeafStep
     settings: Settings
     memory: CellMemory
@@ -253,10 +259,10 @@ class StepsInPython:
         recompute = torch.is_grad_enabled() and self.recomputes
         chunk, _ = self.choose_chunk() if recompute else chunk_steps(self._seq_len, None, None, 0)
         try:
-            made = take_all(self.steps, *self.given, chunk, recompute)
+            made = take_all(self.steps, *self.given, self.weights, chunk, recompute)
         except CannotCheckpoint:
             self.memory.keeps_graph = True
-            return take_all(self.steps, *self.given, chunk, recompute=False)
+            return take_all(self.steps, *self.given, self.weights, chunk, recompute=False)
         self.memory.takes_gradients |= self.steps.takes_gradients
         return made
 

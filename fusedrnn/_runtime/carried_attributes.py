@@ -64,7 +64,7 @@ def _has_rows(tensor: Tensor, rows: int) -> bool:
 
 
 def _with_others(states: VariableStates, key: tuple[int, str]) -> VariableStates:
-    return states | {key: states[key].mapped(lambda tensor: tensor + 1, Tensor)}
+    return states | {key: states[key].mapped(lambda tensor: tensor + 1, Tensor).apart()}
 
 
 def _is_equal(a: Tensor, b: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .python_steps import Chunk, PythonSteps, Taken
-from .python_variables import versions_of
 from .sequence_slices import Alias, Join, Whole, Write, cut
 from .state_comparison import are_close, coarsest_eps, sums_are_close, sums_of
 from .step_changes import Before, Changes
@@ -29,19 +29,21 @@ def take_all(
     inputs: Leaves,
     state: Leaves,
     constants: Leaves,
+    weights: Sequence[Tensor],
     chunk_size: int,
     recompute: bool,
 ) -> tuple[Leaves, Leaves]:
     """Outputs and the last state.
 
     Args:
+        weights: Of the step's modules, with and without gradient.
         chunk_size: Steps of a chunk.
         recompute: Whether backward takes the steps again; else their graph is kept, if there
             is one.
     """
     call, rest = steps.call, list(inputs)
     wholes = [Whole(call.seq_len, call.backwards) for _ in inputs]
-    takes = _Checkpoints(steps, (*inputs, *state, *constants)) if recompute else None
+    takes = _Checkpoints(steps, weights, (*inputs, *state, *constants)) if recompute else None
     results = _Results(call)
     state = tuple(map(Alias.apply, state))
     for chunk in steps.chunks(chunk_size):
@@ -106,21 +108,22 @@ class _Results:
 class _Checkpoints:
     """Takes chunks in forward so that backward can take them again."""
 
-    def __init__(self, steps: PythonSteps, tensors: Leaves) -> None:
-        self._steps, self._changes = steps, Changes(steps.variables)
+    def __init__(self, steps: PythonSteps, weights: Sequence[Tensor], tensors: Leaves) -> None:
+        self._weights = [weight for weight in weights if not weight.is_inference()]
+        self._steps, self._changes = steps, Changes(steps.variables, self._weights)
         self._random = self._first = steps.generators.states()
         self._had_seed = steps.call.seed.is_drawn
-        self._versions = versions_of(steps.weights)
         kind = steps.call.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._eps = coarsest_eps(autocast, (*tensors, *steps.weights))
+        self._eps = coarsest_eps(autocast, (*tensors, *weights))
 
     def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> Taken:
         seed, generators = self._steps.call.seed, self._steps.generators
         sizes = [len(leaves) for leaves in given]
         before = self._random
+        kept = _Keep.apply(torch.empty(0, requires_grad=True), *self._weights).grad_fn
         again = _ChunkTaken(
-            self._steps, chunk, sizes, self._changes.before(), self._eps, self._versions, before
+            self._steps, chunk, sizes, self._changes.before(), self._eps, kept, before
         )
         had_seed, was_lent = seed.is_drawn, seed.is_lent
         try:
@@ -160,6 +163,15 @@ class _Checkpoints:
         self._changes.end()
 
 
+class _Keep(torch.autograd.Function):
+    """Has autograd save tensors, as operations of steps would, so that hooks see them."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return start.clone()
+
+
 @dataclass
 class _ChunkTaken:
     """Takes the steps of a chunk, in forward and again in backward."""
@@ -171,8 +183,8 @@ class _ChunkTaken:
     before: Before
     eps: float
     """Of the coarsest dtype that steps compute in."""
-    versions: Sequence[int]
-    """Of the weights."""
+    kept: Any
+    """Node of autograd that keeps the weights."""
     random: RandomStates
     """Before the chunk."""
     random_after: RandomStates | None = None
@@ -215,14 +227,14 @@ class _ChunkTaken:
                     "recompute=False keeps them"
                 ) from error
             self.state = tuple([leaf.detach() for leaf in taken.state])
-            self.sums = sums_of([[leaf] for leaf in taken.outputs])
+            self.sums = sums_of(taken.outputs)
             return *taken.state, *taken.outputs
         if self.sums is None:  # a step of the chunk takes a gradient itself
             steps.takes_gradients = True
-        self._check_weights()
+        weights = self.kept.saved_tensors  # an error if one has been written meanwhile
         noise.draws_seed_again = self.draws_seed
         with (
-            steps.variables.exchanged(self.before.states()),
+            steps.variables.exchanged(self.before.states(weights)),
             steps.generators.as_of(self.random, self.random_after),
         ):
             try:
@@ -232,13 +244,6 @@ class _ChunkTaken:
         if self.sums is not None:
             self._compare(taken, self.sums)
         return *taken.state, *taken.outputs
-
-    def _check_weights(self) -> None:
-        if versions_of(self.steps.weights) != self.versions:
-            raise RuntimeError(
-                "fusedrnn: a weight of the step has been modified by an inplace operation between "
-                "forward and backward, which recomputes the steps"
-            )
 
     def _compare(self, taken: Taken, known: Tensor) -> None:
         """
@@ -251,10 +256,12 @@ class _ChunkTaken:
         if is_capturing(taken.state[0].device):
             return
         with torch.no_grad():
+            sums = sums_of(taken.outputs)
+            if torch.equal(sums, known) and all(map(torch.equal, taken.state, self.state)):
+                return
             same = are_close(taken.state, self.state, self.eps)
-            if outputs := [[leaf] for leaf in taken.outputs]:
-                sums = sums_of(outputs)
-                same = torch.cat([same, sums_are_close(sums, known, outputs, self.eps)])
+            if taken.outputs:
+                same = torch.cat([same, sums_are_close(sums, known, taken.outputs, self.eps)])
             found = same.tolist()
         if not all(found):
             names = [*self.steps.call.names.state, "output"]

@@ -58,8 +58,6 @@ class PythonSteps:
     step: StepFunction
     variables: Variables
     """That the step may change."""
-    weights: Sequence[Tensor]
-    """With gradient, of the step's modules."""
     generators: Generators
     draws: bool = False
     """Whether each step draws from the call's seed. The first step of a call may."""

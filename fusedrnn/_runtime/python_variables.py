@@ -124,6 +124,8 @@ class VariableState(NamedTuple):
         return cls(value, entries, tuple(tensors), versions_of(tensors))
 
     def is_same(self, other: VariableState) -> bool:
+        if self is other:
+            return True
         if not _are_same(self.value, other.value) or self.versions != other.versions:
             return False
         ours, theirs = self.entries, other.entries
@@ -145,21 +147,29 @@ class VariableState(NamedTuple):
         return value
 
     def mapped(self, function: Callable[[Any], Any], kinds: Any) -> VariableState:
-        """Of other leaves in the place of these kinds; a container is another one, too."""
+        """Of other leaves in the place of these kinds; a container stays what it is."""
 
         def of(tree: Any) -> Any:
+            if isinstance(tree, kinds):
+                return function(tree)
             return pytree.tree_map_only(kinds, function, tree)
 
-        entries = self.entries
+        entries, tensors = self.entries, tuple(map(function, self.tensors))
         if entries is None:
-            return self._replace(value=of(self.value), tensors=())
+            return self._replace(value=of(self.value), tensors=tensors)
         if isinstance(entries, dict):
             made: Any = {key: of(entry) for key, entry in entries.items()}
         else:
             made = type(entries)(map(of, entries))
+        return self._replace(entries=made, tensors=tensors)
+
+    def apart(self) -> VariableState:
+        """The same in another container, if it is one."""
+        if self.entries is None:
+            return self
         value = copy.copy(self.value)
-        _fill(value, made)
-        return self._replace(value=value, entries=made, tensors=())
+        _fill(value, self.entries)
+        return self._replace(value=value)
 
 
 def _fill(container: Any, entries: Any) -> None:
@@ -179,7 +189,8 @@ def _tensors_in(held: Any) -> list[Tensor]:
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """What rises when a tensor is written."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    with torch._C.DisableTorchFunction():  # which is quick, whatever modes are around
+        return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -244,11 +255,12 @@ class Variables:
     def exchanged(self, then: VariableStates) -> Iterator[None]:
         """Within, variables have the states of another time, and afterwards those of now."""
         now = self.values()
+        wanted = [(key, then.get(key, _NOTHING)) for key in self.other(now, then)]
         # Containers that are in no variable any more get back what they have now.
-        found = [VariableState.of(state.value) for state in then.values()]
-        others = [state for state in found if state.entries is not None]
+        others = [VariableState.of(state.value) for _, state in wanted if state.entries is not None]
         try:
-            self.put_back(then)
+            for key, state in wanted:
+                self._spaces[key[0]].write(key[1], state.put_back())
             yield
         finally:
             for state in others:
@@ -257,11 +269,13 @@ class Variables:
 
     def put_back(self, then: VariableStates) -> None:
         """Gives variables the states of an earlier time."""
-        now = self.values()
-        for key in {**then, **now}:
-            wanted = then.get(key, _NOTHING)
-            if not now.get(key, _NOTHING).is_same(wanted):
-                self._spaces[key[0]].write(key[1], wanted.put_back())
+        for key in self.other(self.values(), then):
+            self._spaces[key[0]].write(key[1], then.get(key, _NOTHING).put_back())
+
+    def other(self, now: VariableStates, then: VariableStates) -> list[VariableKey]:
+        """Variables with another state."""
+        keys = now if now.keys() == then.keys() else {**then, **now}
+        return [key for key in keys if not now.get(key, _NOTHING).is_same(then.get(key, _NOTHING))]
 
 
 _NOTHING = VariableState.of(_MISSING)

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from .._step.trees import differentiable
 
-Steps = Sequence[Tensor]
-"""A leaf at some steps."""
-
 
 def coarsest_eps(autocast: tuple[bool, torch.dtype], leaves: Iterable[Tensor]) -> float:
     """Of what steps may compute in, whatever they return: as autocast says, or as what they get.
@@ -45,16 +42,15 @@ def _is_close(a: Tensor, b: Tensor, eps: float) -> Tensor:
     return ((a == b) | near | (a.isnan() & b.isnan())).all()
 
 
-def sums_of(leaves: Sequence[Steps]) -> Tensor:
+def sums_of(leaves: Sequence[Tensor]) -> Tensor:
     """What tells whether leaves are the same again, (leaves, 3).
 
     The norm; a sum in which each place has a weight of its own, so that it sees permutations; and
-    the count of NaN and infinity, which the others leave out.
+    how many rows have NaN or infinity, which that sum leaves out.
     """
     if not leaves:
         return torch.empty(0, 3, dtype=torch.float64)
-    joined = (steps[0] if len(steps) == 1 else torch.stack([*steps]) for steps in leaves)
-    return torch.stack([_sums(leaf.detach()) for leaf in joined])
+    return torch.stack([_sums(leaf.detach()) for leaf in leaves])
 
 
 def _sums(values: Tensor) -> Tensor:
@@ -63,20 +59,19 @@ def _sums(values: Tensor) -> Tensor:
     is_double = values.dtype == torch.float64 or not values.is_floating_point()
     values = values.to(torch.float64 if is_double else torch.float32)
     values = values.flatten(0, -2) if values.dim() > 1 else values.reshape(1, -1)
-    finite = values.nan_to_num(0.0, 0.0, 0.0)
-    # Exact, and no count that there could be is mistaken for another one.
-    odd = (values.nan_to_num(1.0, 2.0**12, 2.0**24) - finite).sum(dtype=torch.float64)
-    norm = torch.linalg.vector_norm(finite)
-    rows, columns = finite.shape
-    weights = torch.arange(1, max(rows, columns) + 1, device=finite.device).to(finite.dtype).cos()
-    # No product of matrices, which autocast would round.
-    by_place = finite.mul_(weights[:columns]).sum(1).mul_(weights[:rows]).sum()
-    return torch.stack([norm.double(), by_place.double(), odd])
+    rows, columns = values.shape
+    weights = torch.arange(1, max(rows, columns) + 1, device=values.device).to(values.dtype).cos()
+    with torch.autocast(values.device.type, enabled=False):
+        by_row = values.mv(weights[:columns])
+        is_finite = by_row.isfinite()
+        by_place = by_row.where(is_finite, 0.0).dot(weights[:rows])
+    norm = torch.linalg.vector_norm(values).nan_to_num(torch.inf, torch.inf)
+    return torch.stack([norm.double(), by_place.double(), rows - is_finite.sum()])
 
 
-def sums_are_close(new: Tensor, old: Tensor, leaves: Sequence[Steps], eps: float) -> Tensor:
+def sums_are_close(new: Tensor, old: Tensor, leaves: Sequence[Tensor], eps: float) -> Tensor:
     """Whether only rounding tells apart the sums of all leaves, (1,). ``eps``: as above."""
-    tolerances = [max(torch.finfo(_float(steps[0])).eps, eps) ** 0.5 for steps in leaves]
+    tolerances = [max(torch.finfo(_float(leaf)).eps, eps) ** 0.5 for leaf in leaves]
     allowed = torch.stack([row[:1] * t for row, t in zip(old, tolerances, strict=True)])
     near = (new - old).abs() <= allowed
     same = (new == old) | near

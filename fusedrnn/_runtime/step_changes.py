@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
-from .python_variables import (
-    VariableKey,
-    Variables,
-    VariableState,
-    VariableStates,
-    versions_of,
-)
+from .python_variables import Variables, VariableState, VariableStates, versions_of
 
 _MOST_STATISTICS = 2**20
 """Numbers of a buffer that is looked at: larger ones hold data, which is written with a version."""
@@ -30,60 +24,89 @@ class _InGraph:
         self.id, self.numbers = id(tensor), tensor.detach()
 
 
+class _Weight:
+    """A weight, which autograd keeps: hooks of saved tensors may have it elsewhere meanwhile."""
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.id, self.number, self.needs = id(tensor), number, tensor.requires_grad
+        self._ref, self._is_parameter = TensorWeakRef(tensor), isinstance(tensor, nn.Parameter)
+
+    def tensor(self, kept: Tensor) -> tuple[Tensor, bool]:
+        """It, and whether it is another one than in forward, which is gone or has changed."""
+        first = self._ref()
+        if first is not None and first.requires_grad == self.needs and _are_same(first, kept):
+            return first, False
+        make = nn.Parameter if self._is_parameter else Tensor.requires_grad_
+        return make(kept.detach(), self.needs), True
+
+
+_Placeholder = (_InGraph, _Weight)
+
+
 class Before:
     """What variables were before a chunk of steps."""
 
     def __init__(self, states: VariableStates, contents: dict[int, Tensor]) -> None:
-        """``contents``: numbers of buffers that steps write in place, by id."""
-        self._states, self.contents = dict(map(_without_graph, states.items())), contents
-        tensors = (state.value for state in states.values())
-        self._needs = {id(t): t.requires_grad for t in tensors if isinstance(t, nn.Parameter)}
-        """Gradients, of each parameter."""
+        """
+        Args:
+            states: With placeholders for what is not kept here.
+            contents: Numbers of buffers that steps write in place, by id.
+        """
+        self._states, self.contents = states, contents
 
-    def states(self) -> VariableStates:
-        """Of that time, for steps to read and to write: buffers are copies."""
-        made: dict[int, Tensor] = {}
+    def states(self, weights: Sequence[Tensor]) -> VariableStates:
+        """Of that time, for steps to read and to write: buffers are copies.
 
-        def of(leaf: Any) -> Any:
-            known = leaf.id if isinstance(leaf, _InGraph) else id(leaf)
+        Args:
+            weights: As autograd has kept them.
+        """
+        made: dict[int, tuple[Tensor, bool]] = {}
+
+        def look(leaf: Any) -> tuple[Tensor, bool]:
+            known = leaf.id if isinstance(leaf, _Placeholder) else id(leaf)
             if known not in made:
-                if isinstance(leaf, _InGraph):
-                    numbers = self.contents.get(known, leaf.numbers)
-                    made[known] = numbers.detach().requires_grad_().clone()
-                elif known in self.contents:
-                    made[known] = self.contents[known].clone()
-                elif self._needs.get(known, leaf.requires_grad) != leaf.requires_grad:
-                    made[known] = nn.Parameter(leaf.detach(), self._needs[known])
+                if known in self.contents:
+                    made[known] = self.contents[known].clone(), True
+                elif isinstance(leaf, _InGraph):
+                    made[known] = leaf.numbers.detach().requires_grad_().clone(), True
+                elif isinstance(leaf, _Weight):
+                    made[known] = leaf.tensor(weights[leaf.number])
                 else:
-                    return leaf
+                    return leaf, False
             return made[known]
 
-        def is_other(leaf: Any) -> bool:
-            return isinstance(leaf, _InGraph) or (isinstance(leaf, Tensor) and of(leaf) is not leaf)
+        def of(state: VariableState) -> VariableState:
+            is_other = [look(leaf)[1] for leaf in state.tensors]
+            if any(is_other):
+                return state.mapped(lambda leaf: look(leaf)[0], (Tensor, *_Placeholder)).apart()
+            if any(isinstance(leaf, _Placeholder) for leaf in state.tensors):
+                return state.mapped(lambda leaf: look(leaf)[0], (Tensor, *_Placeholder))
+            return state
 
         with torch.enable_grad():
             return {
-                key: state.mapped(of, (Tensor, _InGraph))
-                if state.versions
-                and any(map(is_other, pytree.tree_leaves((state.value, state.entries))))
-                else state
-                for key, state in self._states.items()
+                key: of(state) if state.tensors else state for key, state in self._states.items()
             }
 
 
-def _without_graph(named: tuple[VariableKey, VariableState]) -> tuple[VariableKey, VariableState]:
-    key, state = named
-    if any(tensor.grad_fn is not None for tensor in state.tensors):
-        state = state.mapped(lambda t: t if t.grad_fn is None else _InGraph(t), Tensor)
-    return key, state._replace(tensors=())
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same memory."""
+    return a is b or (
+        (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
+        and a.layout == torch.strided
+        and (a.stride(), a.data_ptr()) == (b.stride(), b.data_ptr())
+    )
 
 
 class Changes:
     """Looks at what the steps of a call change, chunk by chunk."""
 
-    def __init__(self, variables: Variables) -> None:
+    def __init__(self, variables: Variables, weights: Sequence[Tensor] = ()) -> None:
+        """``weights``: what autograd keeps of each chunk."""
         self._variables = variables
+        self._weights = {id(tensor): _Weight(tensor, i) for i, tensor in enumerate(weights)}
         self._now = self._first = variables.values()
+        self._kept = self._with_placeholders()
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """Buffers by id, and what they were before any step has written them."""
         self._written: set[int] = set()
@@ -93,7 +116,7 @@ class Changes:
     def before(self) -> Before:
         """What is so before the next chunk."""
         contents = {i: self._copies[i][0].detach().clone() for i in self._written}
-        self._befores.append(Before(self._now, contents))
+        self._befores.append(Before(self._kept, contents))
         return self._befores[-1]
 
     def note(self) -> None:
@@ -118,8 +141,11 @@ class Changes:
                 if new != old:
                     self._written.add(id(tensor))
         self._written |= self._written_without_version()
-        self._now = self._variables.values()
-        self._copy_buffers()
+        states = self._variables.values()
+        if self._variables.other(states, self._now):
+            self._now = states
+            self._kept = self._with_placeholders()
+            self._copy_buffers()
 
     def end(self) -> None:
         """All steps have been taken: what was written late was before as at first."""
@@ -134,6 +160,17 @@ class Changes:
             buffer, copy = self._copies[i]
             with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                 buffer.copy_(copy)
+
+    def _with_placeholders(self) -> VariableStates:
+        def of(tensor: Tensor) -> Any:
+            if id(tensor) in self._weights:
+                return self._weights[id(tensor)]
+            return tensor if tensor.grad_fn is None else _InGraph(tensor)
+
+        return {
+            key: state.mapped(of, Tensor) if state.tensors else state
+            for key, state in self._now.items()
+        }
 
     def _written_without_version(self) -> set[int]:
         """As batch norm writes its statistics."""

@@ -38,6 +38,11 @@ class LeafStep:
         new, y = self._call(
             self._state.tree(state), self._input.tree(x), self._constants.tree(constants)
         )
+        # Questions about tensors are no functions of the step: no mode around it is asked.
+        with torch._C.DisableTorchFunction():
+            return self._checked(new, y, state)
+
+    def _checked(self, new: Any, y: Any, state: Leaves) -> tuple[Leaves, Leaves]:
         new_leaves, structure = flatten(new, "the step's new state")
         if structure is not self._state and structure != self._state:
             in_order = self._state.leaves(new)

@@ -30,6 +30,8 @@ class Structure(NamedTuple):
         """The tree with these leaves in the places of its tensors."""
         if self is TENSOR:
             return leaves[0]
+        if self is NOTHING:
+            return ()
         rest = iter(leaves)
         return pytree.tree_unflatten(
             [next(rest) if t else None for t in self.has_tensor], self.spec
