@@ -18,9 +18,9 @@ from .._step.generators import RandomStates, is_capturing
 from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
-from .python_steps import Chunk, PythonSteps, Taken
+from .python_steps import Chunk, PythonSteps
 from .sequence_slices import Alias, Join, Whole, Write, cut
-from .state_comparison import are_close, coarsest_eps, sums_are_close, sums_of
+from .state_comparison import are_close, coarsest_eps
 from .step_changes import Before, Changes
 
 
@@ -53,11 +53,10 @@ def take_all(
             parts.append(part)
         given = state, tuple(parts), constants, results.last
         if takes is None:
-            taken = steps.take(chunk, *given, Noise(call.seed, call.layer))
+            state, outputs, _ = steps.take(chunk, *given, Noise(call.seed, call.layer))
         else:
-            taken = takes.take(chunk, given)
-        state = taken.state
-        results.add(chunk, taken.outputs)
+            state, outputs = takes.take(chunk, given)
+        results.add(chunk, outputs)
     if takes is not None:
         takes.end()
     # A step may return what it gets, and the same tensor twice: users may write to results.
@@ -117,7 +116,7 @@ class _Checkpoints:
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._eps = coarsest_eps(autocast, (*tensors, *weights))
 
-    def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> Taken:
+    def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> tuple[Leaves, Leaves]:
         seed, generators = self._steps.call.seed, self._steps.generators
         sizes = [len(leaves) for leaves in given]
         before = self._random
@@ -150,7 +149,7 @@ class _Checkpoints:
             before = self._random if is_all else before
             again.draws_seed = not is_all
         again.random, again.random_after = before, self._random
-        return Taken(tuple(made[: sizes[0]]), tuple(made[sizes[0] :]))
+        return tuple(made[: sizes[0]]), tuple(made[sizes[0] :])
 
     def _undo(self) -> None:
         self._changes.undo()
@@ -192,10 +191,8 @@ class _ChunkTaken:
     """Whether forward takes the steps, or has taken them."""
     draws_seed: bool = False
     """Whether one of its steps has drawn the seed of the call from torch's generators."""
-    state: Leaves = ()
-    """That forward has made."""
-    sums: Tensor | None = None
-    """Of the outputs that forward has made."""
+    made: Leaves | None = None
+    """By forward: the state, and the outputs of the last step."""
 
     def __call__(self, *leaves: Tensor) -> Leaves:
         # From their second run on, functions of TorchScript save other tensors when optimized.
@@ -226,10 +223,12 @@ class _ChunkTaken:
                     "it computes what they are of, since steps before it are recomputed; "
                     "recompute=False keeps them"
                 ) from error
-            self.state = tuple([leaf.detach() for leaf in taken.state])
-            self.sums = sums_of(taken.outputs)
+            # A step may write later to an output that it has not returned as its state.
+            own = {id(leaf) for leaf in taken.state}
+            outputs = [leaf if id(leaf) in own else leaf.clone() for leaf in taken.last_outputs]
+            self.made = tuple([leaf.detach() for leaf in (*taken.state, *outputs)])
             return *taken.state, *taken.outputs
-        if self.sums is None:  # a step of the chunk takes a gradient itself
+        if self.made is None:  # a step of the chunk takes a gradient itself
             steps.takes_gradients = True
         weights = self.kept.saved_tensors  # an error if one has been written meanwhile
         noise.draws_seed_again = self.draws_seed
@@ -241,30 +240,26 @@ class _ChunkTaken:
                 taken = steps.take(*given, noise)
             except CheckpointError as error:
                 raise RuntimeError(_NOT_AGAIN.format("graph of operations")) from error
-        if self.sums is not None:
-            self._compare(taken, self.sums)
+        if self.made is not None:
+            self._compare((*taken.state, *taken.last_outputs), self.made)
         return *taken.state, *taken.outputs
 
-    def _compare(self, taken: Taken, known: Tensor) -> None:
+    def _compare(self, made: Leaves, first: Leaves) -> None:
         """
         Args:
-            known: Sums of the outputs.
+            first: What forward has made.
 
         Raises:
-            RuntimeError: The state or the outputs are others than in forward.
+            RuntimeError: They differ.
         """
-        if is_capturing(taken.state[0].device):
+        if is_capturing(made[0].device):
             return
         with torch.no_grad():
-            sums = sums_of(taken.outputs)
-            if torch.equal(sums, known) and all(map(torch.equal, taken.state, self.state)):
+            if all(map(torch.equal, made, first)):
                 return
-            same = are_close(taken.state, self.state, self.eps)
-            if taken.outputs:
-                same = torch.cat([same, sums_are_close(sums, known, taken.outputs, self.eps)])
-            found = same.tolist()
+            found = are_close(made, first, self.eps).tolist()
         if not all(found):
-            names = [*self.steps.call.names.state, "output"]
+            names = [*self.steps.call.names.state, *["output"] * len(found)]
             raise RuntimeError(_NOT_AGAIN.format(names[found.index(False)]))
 
 

@@ -47,6 +47,8 @@ class Taken(NamedTuple):
     state: Leaves
     outputs: Leaves
     """(steps, ...) each. Without the sequence: the last ones of the rows that have ended."""
+    last_outputs: Leaves
+    """Of the last step."""
 
 
 @dataclass
@@ -106,14 +108,17 @@ class PythonSteps:
         with Watch(noise) if self.draws else nullcontext():
             for i in range(first, len(chunk.times)):
                 state = take(i, state)
-        state = tuple(map(_without_rest, state))
+        kept = tuple(map(_without_rest, state))
+        by_id = dict(zip(map(id, state), kept, strict=True))
+        ends = tuple([by_id.get(id(leaf), leaf) for leaf in outputs[-1]])
         if call.returns_sequence:
-            return Taken(state, tuple(map(torch.stack, zip(*chunk.in_order(outputs), strict=True))))
+            stacked = tuple(map(torch.stack, zip(*chunk.in_order(outputs), strict=True)))
+            return Taken(kept, stacked, ends)
         if call.last is None:
-            return Taken(state, outputs[-1] if chunk.stop == call.seq_len else ())
+            return Taken(kept, ends if chunk.stop == call.seq_len else (), ends)
         for time, y in zip(chunk.times, outputs, strict=True):
             last = chosen(call.last[time], y, last) if last else y
-        return Taken(state, last)
+        return Taken(kept, last, ends)
 
 
 def take_step(
