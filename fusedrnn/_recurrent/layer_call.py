@@ -251,7 +251,8 @@ class StepsInPython:
 
     def _take(self) -> tuple[Leaves, Leaves]:
         if not is_alone():
-            warn_of_loop("torch.func, forward-mode derivatives and tracing")
+            if torch.is_grad_enabled():
+                warn_of_loop("torch.func, forward-mode derivatives and tracing")
             return plain_loop(self.steps.step, self.steps.call, *self.given)
         if self.is_reset and not self.memory.carries_nothing:
             check_nothing_is_carried(self.steps, *self.given)

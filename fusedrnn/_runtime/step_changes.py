@@ -76,12 +76,11 @@ class Before:
             return made[known]
 
         def of(state: VariableState) -> VariableState:
-            is_other = [look(leaf)[1] for leaf in state.tensors]
-            if any(is_other):
-                return state.mapped(lambda leaf: look(leaf)[0], (Tensor, *_Placeholder)).apart()
-            if any(isinstance(leaf, _Placeholder) for leaf in state.tensors):
-                return state.mapped(lambda leaf: look(leaf)[0], (Tensor, *_Placeholder))
-            return state
+            found = [look(leaf) for leaf in state.tensors]
+            if all(tensor is leaf for (tensor, _), leaf in zip(found, state.tensors, strict=True)):
+                return state
+            then = state.mapped(lambda leaf: look(leaf)[0], (Tensor, *_Placeholder))
+            return then.apart() if any(is_other for _, is_other in found) else then
 
         with torch.enable_grad():
             return {

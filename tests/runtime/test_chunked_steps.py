@@ -1,9 +1,8 @@
-"""Steps in Python under torch.utils.checkpoint: states in attributes, warnings, memory, threads."""
+"""Steps in Python under torch.utils.checkpoint: states in attributes, warnings, memory."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent.loops import F64, By, check_same, double, linear, plain_loop
+from recurrent.loops import F64, By, double, linear, plain_loop
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
 
 import fusedrnn
 from bench.clock import measure_memory
@@ -183,155 +181,3 @@ def test_memory_of_inputs_and_outputs() -> None:
 
     train()
     assert measure_memory(train).peak_bytes < 2.6 * x.nbytes
-
-
-# --- what is around ------------------------------------------------------------------------------
-
-
-def test_other_threads_see_nothing() -> None:
-    """Neither in forward nor in backward."""
-    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
-    parameters, wrong, ended = list(cell.parameters()), list[str](), threading.Event()
-    exact = torch.autograd.grad(cell(x[0], START).square().sum(), parameters)
-
-    def look() -> None:
-        while not ended.is_set():
-            if any(a is not b for a, b in zip(cell.parameters(), parameters, strict=True)):
-                wrong.append("another parameter")
-            found = torch.autograd.grad(cell(x[0], START).square().sum(), parameters)
-            if not all(map(torch.equal, found, exact)):
-                wrong.append("another gradient")
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    rnn = never(cell)
-    for _ in range(20):
-        rnn(x)[0].sum().backward()
-    ended.set()
-    thread.join()
-    assert not wrong, set(wrong)
-
-
-def test_two_threads_pass_one_graph_backward() -> None:
-    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
-    output, found = never(cell)(x)[0], list[Any]()
-    expected = torch.autograd.grad(
-        output.square().sum(), [x, *cell.parameters()], retain_graph=True
-    )
-
-    def work() -> None:
-        for _ in range(5):
-            loss = output.square().sum()
-            found.append(torch.autograd.grad(loss, [x, *cell.parameters()], retain_graph=True))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 10
-    for gradients in found:
-        torch.testing.assert_close(gradients, expected)
-
-
-def check_two_calls(cell: By, x: Tensor) -> fusedrnn.Recurrent:
-    """Each has the loop's values, gradients and count of steps."""
-    rnn, found = never(cell), []
-    for run in (rnn, rnn, lambda x, h: plain_loop(cell, x, h)):
-        cell.count = 0
-        torch.manual_seed(0)
-        y, _ = run(x, START)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *cell.parameters()])])
-        assert cell.count == T
-    torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-10, atol=1e-10)
-    return rnn
-
-
-def test_a_step_that_takes_gradients() -> None:
-    """In forward, of what it has made; a count and torch's numbers are as in the loop."""
-
-    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        c.count += 1
-        h = torch.tanh(c.linear(h.detach()) + x + 0.1 * torch.randint(3, h.shape))
-        (slope,) = torch.autograd.grad(h.square().sum(), c.linear.weight, create_graph=True)
-        return h - 0.1 * slope.sum() * (c.count % 3)
-
-    def through_all(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        h = torch.tanh(c.linear(h) + x)
-        return h - torch.autograd.grad(h.sum(), c.linear.weight, create_graph=True)[0].sum()
-
-    with pytest.raises(RuntimeError, match="must detach what it gets"):
-        never(By(through_all, linear=linear(H)))(double(T, B, H), START)[0].sum().backward()
-
-    cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn = check_two_calls(cell, x)
-    assert rnn.explain(x, START).chunk_steps == 1
-    rnn(x, START, reset=torch.rand(T, B) < 0.3)  # whose trial is under autograd, too
-
-
-def test_parametrizations_cached_in_forward_alone() -> None:
-    cell: Any = parametrizations.weight_norm(nn.GRUCell(H, H, dtype=F64), "weight_hh")
-    x, leaves = double(T, B, H), list(cell.parameters())
-
-    def ours() -> Any:
-        with parametrize.cached():
-            return never(cell)(x)
-
-    check_same(ours, lambda: plain_loop(cell, x, START), [x, *leaves])
-
-
-@torch.jit.script
-def scripted(x: Tensor) -> Tensor:
-    return torch.tanh(x) * x.sigmoid()
-
-
-class CallsScript(nn.Module):
-    """In a method, by a function of this file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear(H)
-
-    def forward(self, x: Tensor, h: Tensor) -> Tensor:
-        return self.activated(self.linear(x) + h)
-
-    def activated(self, x: Tensor) -> Tensor:
-        return activation(x)
-
-
-def activation(x: Tensor) -> Tensor:
-    return scripted(x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_steps_that_call_torchscript_keep_their_graph() -> None:
-    cell, x = CallsScript(), double(T, B, H)
-    rnn = never(cell)
-    for _ in range(3):
-        check_same(
-            lambda: rnn(x, START), lambda: plain_loop(cell, x, START), [x, *cell.parameters()]
-        )
-    assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it runs TorchScript"
-
-
-def test_torch_func_in_a_step() -> None:
-    """Which refuses checkpoints: the call starts anew, and keeps its graph."""
-
-    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        c.count += 1
-        h = h + 0.1 * torch.randint(3, h.shape)
-        slope = torch.func.grad(lambda h: torch.tanh(c.linear(h)).square().sum())(h)
-        return torch.tanh(h - 0.1 * slope + x)
-
-    cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn = check_two_calls(cell, x)
-    assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it calls torch.func"
-
-
-def test_backward_in_inference_mode() -> None:
-    x = double(T, B, H)
-    loss = never(nn.GRUCell(H, H, dtype=F64))(x)[0].sum()
-    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
-    with torch.inference_mode():
-        loss.backward()
-    torch.testing.assert_close(x.grad, expected)
