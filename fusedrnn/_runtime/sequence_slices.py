@@ -20,6 +20,11 @@ def is_batched(gradient: Tensor | None) -> bool:
     return gradient is not None and "Batched" in str(torch._C._dispatch_keys(gradient))
 
 
+def _has_address(gradient: Tensor | None) -> bool:
+    """Whether memory tells one from others: some classes of tensors say that theirs is at 0."""
+    return gradient is None or (type(gradient) is Tensor and not is_batched(gradient))
+
+
 class Cut(torch.autograd.Function):
     """Takes some steps from an end of a sequence: ``part, rest = Cut.apply(rest, steps, whole)``.
 
@@ -45,7 +50,7 @@ class Cut(torch.autograd.Function):
         ends = (of_rest, of_part) if whole.backwards else (of_part, of_rest)
         shape, dtype = ctx.form
         sizes = [(cut, *shape[1:]), (shape[0] - cut, *shape[1:])]
-        if torch.is_grad_enabled() or any(map(is_batched, gradients)):
+        if torch.is_grad_enabled() or not all(map(_has_address, gradients)):
             both = zip(ends, sizes, strict=True)
             made = [known.new_zeros(s, dtype=dtype) if g is None else g for g, s in both]
             return torch.cat(made), None, None

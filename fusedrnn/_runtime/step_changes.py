@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.weak import TensorWeakRef
 
+from .._step.unusual_tensors import PLAIN
 from .python_variables import Variables, VariableState, VariableStates, versions_of
 
 _MOST_STATISTICS = 2**20
@@ -91,7 +92,8 @@ class Before:
 def _are_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same memory."""
     return a is b or (
-        (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
+        type(b) in PLAIN
+        and (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
         and a.layout == torch.strided
         and (a.stride(), a.data_ptr()) == (b.stride(), b.data_ptr())
     )

@@ -32,7 +32,6 @@ KNOWN_OF_RECURRENT = {
     "func: vmap over lengths": "lengths are read as numbers",
     "library: fake tensors": "states of a step are compared with those of its repetition",
     "library: meta tensors": "inputs must have numbers",
-    "library: __torch_dispatch__ subclass": "a seed is read as a number",
     "amp: dtypes under autocast": "a state keeps the dtype in which it came",
     "export: dynamic steps and batch": FIXED,
     "export: saved and loaded": FIXED,
