@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .._step.generators import RandomStates, is_capturing
@@ -108,13 +109,14 @@ class _Checkpoints:
     """Takes chunks in forward so that backward can take them again."""
 
     def __init__(self, steps: PythonSteps, weights: Sequence[Tensor], tensors: Leaves) -> None:
-        self._weights = [weight for weight in weights if not weight.is_inference()]
+        # Of others autograd saves none: it would refuse the call.
+        self._weights = [w for w in weights if not (is_lazy(w) or w.is_inference() or w.is_nested)]
         self._steps, self._changes = steps, Changes(steps.variables, self._weights)
         self._random = self._first = steps.generators.states()
         self._had_seed = steps.call.seed.is_drawn
         kind = steps.call.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._eps = coarsest_eps(autocast, (*tensors, *weights))
+        self._eps = coarsest_eps(autocast, (*tensors, *self._weights))
 
     def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> tuple[Leaves, Leaves]:
         seed, generators = self._steps.call.seed, self._steps.generators
