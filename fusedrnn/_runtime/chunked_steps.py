@@ -122,7 +122,7 @@ class _Checkpoints:
         seed, generators = self._steps.call.seed, self._steps.generators
         sizes = [len(leaves) for leaves in given]
         before = self._random
-        kept = _Keep.apply(torch.empty(0, requires_grad=True), *self._weights).grad_fn
+        kept = _Keep.apply(torch.empty(0, requires_grad=True), *self._weights)
         again = _ChunkTaken(
             self._steps, chunk, sizes, self._changes.before(), self._eps, kept, before
         )
@@ -184,8 +184,8 @@ class _ChunkTaken:
     before: Before
     eps: float
     """Of the coarsest dtype that steps compute in."""
-    kept: Any
-    """Node of autograd that keeps the weights."""
+    kept: Tensor
+    """Whose node of autograd keeps the weights."""
     random: RandomStates
     """Before the chunk."""
     random_after: RandomStates | None = None
@@ -232,7 +232,8 @@ class _ChunkTaken:
             return *taken.state, *taken.outputs
         if self.made is None:  # a step of the chunk takes a gradient itself
             steps.takes_gradients = True
-        weights = self.kept.saved_tensors  # an error if one has been written meanwhile
+        node: Any = self.kept.grad_fn
+        weights = node.saved_tensors  # an error if one has been written meanwhile
         noise.draws_seed_again = self.draws_seed
         with (
             steps.variables.exchanged(self.before.states(weights)),
