@@ -259,13 +259,11 @@ class StepsInPython:
             self.memory.carries_nothing = True
         recompute = torch.is_grad_enabled() and self.recomputes
         chunk, _ = self.choose_chunk() if recompute else chunk_steps(self._seq_len, None, None, 0)
-        made = None
         try:
             made = take_all(self.steps, *self.given, self.weights, chunk, recompute)
         except CannotCheckpoint:
             self.memory.keeps_graph = True
-        if made is None:  # not before the error is gone: until then torch has its hooks
-            made = take_all(self.steps, *self.given, self.weights, chunk, recompute=False)
+            return take_all(self.steps, *self.given, self.weights, chunk, recompute=False)
         self.memory.takes_gradients |= self.steps.takes_gradients
         return made
 

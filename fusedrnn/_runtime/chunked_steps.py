@@ -127,19 +127,15 @@ class _Checkpoints:
             self._steps, chunk, sizes, self._changes.before(), self._eps, kept, before
         )
         had_seed, was_lent = seed.is_drawn, seed.is_lent
-        try:
-            made = checkpoint(
-                again,
-                *(leaf for leaves in given for leaf in leaves),
-                use_reentrant=False,
-                preserve_rng_state=False,  # generators of Python and NumPy are put back, too
-                early_stop=False,  # so that states and outputs are compared
-            )
-        except RuntimeError as error:
-            if not refuses_checkpoints(error):
-                raise
-            self._undo()
-            raise CannotCheckpoint from error
+        made = checkpoint(
+            again,
+            *(leaf for leaves in given for leaf in leaves),
+            use_reentrant=False,
+            preserve_rng_state=False,  # generators of Python and NumPy are put back, too
+            early_stop=False,  # so that states and outputs are compared
+        )
+        if again.error is not None:
+            self._raise(again)
         self._changes.note()
         self._random = generators.states(before)
         if seed.is_lent and not was_lent:
@@ -152,6 +148,18 @@ class _Checkpoints:
             again.draws_seed = not is_all
         again.random, again.random_after = before, self._random
         return tuple(made[: sizes[0]]), tuple(made[sizes[0] :])
+
+    def _raise(self, again: _ChunkTaken) -> None:
+        """The error of a chunk's steps."""
+        error, again.error = again.error, None
+        assert error is not None
+        try:
+            if isinstance(error, RuntimeError) and refuses_checkpoints(error):
+                self._undo()
+                raise CannotCheckpoint from error
+            raise error
+        finally:
+            del error  # whose traceback has this frame
 
     def _undo(self) -> None:
         self._changes.undo()
@@ -195,12 +203,18 @@ class _ChunkTaken:
     """Whether one of its steps has drawn the seed of the call from torch's generators."""
     made: Leaves | None = None
     """By forward: the state, and the outputs of the last step."""
+    error: BaseException | None = None
+    """That a step has raised in forward. torch 2.11 leaves its hooks there for one that passes."""
 
     def __call__(self, *leaves: Tensor) -> Leaves:
         # From their second run on, functions of TorchScript save other tensors when optimized.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             if not self.has_begun:
-                return self._take(leaves)
+                try:
+                    return self._take(leaves)
+                except BaseException as error:
+                    self.error = error
+                    return ()
             with torch.inference_mode(False), torch.enable_grad():
                 return self._take(leaves)
 

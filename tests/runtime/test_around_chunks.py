@@ -203,6 +203,15 @@ def test_torch_func_in_a_step() -> None:
     assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it calls torch.func"
 
 
+def test_an_error_of_a_step_leaves_no_hooks() -> None:
+    """While somebody holds it, as an interactive session does."""
+    cell = By(lambda c, x, h: c.linear(h) @ x, linear=linear(H))
+    with pytest.raises(RuntimeError, match="in the step at time 0") as held:
+        never(cell)(double(T, B, H), START)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert held is not None
+
+
 def test_backward_in_inference_mode() -> None:
     x = double(T, B, H)
     loss = never(nn.GRUCell(H, H, dtype=F64))(x)[0].sum()
