@@ -112,8 +112,9 @@ def is_alone() -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func, torch.jit.trace or forward mode looks at a call."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or forward_ad._current_level >= 0
-    )
+    return is_rewritten() or forward_ad._current_level >= 0
+
+
+def is_rewritten() -> bool:
+    """Whether a transform of torch.func or torch.jit.trace looks at a call."""
+    return torch._C._are_functorch_transforms_active() or torch._C._is_tracing()

@@ -27,7 +27,7 @@ from .._step.sequence_call import SequenceCall
 from .._step.torch_draws import Lending
 from .._step.torchscript import uses_torchscript
 from .._step.trees import Leaves
-from .._tracers import is_alone
+from .._tracers import is_alone, is_compiling, is_rewritten
 from .._warnings import warn
 from .compiled_calls import CompiledCalls
 from .obstacles import PASSING, unusual_weight
@@ -250,9 +250,9 @@ class StepsInPython:
                 generators.put_back(random)
 
     def _take(self) -> tuple[Leaves, Leaves]:
-        if not is_alone():
+        if is_compiling() or is_rewritten():
             if torch.is_grad_enabled():
-                warn_of_loop("torch.func, forward-mode derivatives and tracing")
+                warn_of_loop("torch.func and tracing")
             return plain_loop(self.steps.step, self.steps.call, *self.given)
         if self.is_reset and not self.memory.carries_nothing:
             check_nothing_is_carried(self.steps, *self.given)

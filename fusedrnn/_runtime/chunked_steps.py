@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -20,8 +21,8 @@ from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .python_steps import Chunk, PythonSteps
-from .sequence_slices import Alias, Join, Whole, Write, cut
-from .state_comparison import are_close, coarsest_eps
+from .sequence_slices import Join, Whole, Write, cut
+from .state_comparison import coarsest_eps, is_close
 from .step_changes import Before, Changes
 
 
@@ -46,7 +47,6 @@ def take_all(
     wholes = [Whole(call.seq_len, call.backwards) for _ in inputs]
     takes = _Checkpoints(steps, weights, (*inputs, *state, *constants)) if recompute else None
     results = _Results(call)
-    state = tuple(map(Alias.apply, state))
     for chunk in steps.chunks(chunk_size):
         parts = []
         for i, leaf in enumerate(rest):
@@ -180,6 +180,10 @@ class _Keep(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         return start.clone()
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor | None) -> Tensor:
+        return torch.zeros(0)
+
 
 @dataclass
 class _ChunkTaken:
@@ -197,6 +201,8 @@ class _ChunkTaken:
     random: RandomStates
     """Before the chunk."""
     random_after: RandomStates | None = None
+    is_dual: bool = False
+    """Whether the steps have made tangents of forward mode."""
     has_begun: bool = False
     """Whether forward takes the steps, or has taken them."""
     draws_seed: bool = False
@@ -220,7 +226,7 @@ class _ChunkTaken:
 
     def _take(self, leaves: Sequence[Tensor]) -> Leaves:
         if self.has_begun:  # a gradient that a step takes must not go on into earlier chunks
-            leaves = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            leaves = [_apart(leaf) for leaf in leaves]
         steps, rest = self.steps, iter(leaves)
         state, parts, constants, last = (
             tuple([next(rest) for _ in range(size)]) for size in self.sizes
@@ -242,8 +248,12 @@ class _ChunkTaken:
             # A step may write later to an output that it has not returned as its state.
             own = {id(leaf) for leaf in taken.state}
             outputs = [leaf if id(leaf) in own else leaf.clone() for leaf in taken.last_outputs]
-            self.made = tuple([leaf.detach() for leaf in (*taken.state, *outputs)])
+            made = *taken.state, *outputs
+            self.is_dual = any(_tangent(leaf) is not None for leaf in made)
+            self.made = tuple([leaf.detach() for leaf in made])
             return *taken.state, *taken.outputs
+        if self.is_dual and forward_ad._current_level < 0:
+            raise RuntimeError(_NOT_DUAL)
         if self.made is None:  # a step of the chunk takes a gradient itself
             steps.takes_gradients = True
         node: Any = self.kept.grad_fn
@@ -274,12 +284,29 @@ class _ChunkTaken:
         with torch.no_grad():
             if all(map(torch.equal, made, first)):
                 return
-            found = are_close(made, first, self.eps).tolist()
-        if not all(found):
-            names = [*self.steps.call.names.state, *["output"] * len(found)]
-            raise RuntimeError(_NOT_AGAIN.format(names[found.index(False)]))
+            names = [*self.steps.call.names.state, *["output"] * len(made)]
+            for name, new, old in zip(names, made, first, strict=False):
+                if not is_close(new, old, self.eps):
+                    raise RuntimeError(_NOT_AGAIN.format(name))
 
 
+def _apart(leaf: Tensor) -> Tensor:
+    """The same out of the graph, with its tangent in forward mode."""
+    made = leaf.detach().requires_grad_(leaf.requires_grad)
+    tangent = _tangent(leaf)
+    return made if tangent is None else forward_ad.make_dual(made, _apart(tangent))
+
+
+def _tangent(leaf: Tensor) -> Tensor | None:
+    """Its derivative in forward mode, within torch.autograd.forward_ad.dual_level()."""
+    return forward_ad.unpack_dual(leaf).tangent if forward_ad._current_level >= 0 else None
+
+
+_NOT_DUAL = (
+    "fusedrnn: the call was made within torch.autograd.forward_ad.dual_level(), so backward must "
+    "run within it, too, since it recomputes the steps with their tangents; recompute=False keeps "
+    "what backward needs"
+)
 _NOT_AGAIN = (
     "fusedrnn: the step is not deterministic: recomputing it in backward gave a different {}. A "
     "step may depend only on its arguments, weights, buffers, attributes and random numbers, not "

@@ -17,7 +17,6 @@ from .._step.sequence_call import SequenceCall, like_rows
 from .._step.trees import Leaves
 from .._step.watch import Watch
 from .python_variables import Variables, versions_of
-from .sequence_slices import Steps
 
 T = TypeVar("T")
 
@@ -90,7 +89,7 @@ class PythonSteps:
         """
         call = self.call
         noise.chunk(chunk.part.start, len(chunk.times), call.rows)
-        steps = [chunk.in_order(Steps.apply(part)) for part in parts]
+        steps = [chunk.in_order(part.unbind(0)) for part in parts]
         outputs: list[Leaves] = []
 
         def take(i: int, state: Leaves) -> Leaves:
@@ -132,21 +131,27 @@ def take_step(
 ) -> tuple[Leaves, Leaves]:
     """One step, whose errors name it: the new state and the output."""
     noise.step(time)
+    place = f"at time {time}{call.place}"
     versions = versions_of((*state, *x))
     try:
         new, y = step(state, x, constants)
     except Exception as error:
-        add_note(error, f"fusedrnn: in the step at time {time}{call.place}")
+        is_view = "modified inplace" in str(error)  # as each step of a sequence is
+        note = _IN_PLACE.format(place, "a view") if is_view else f"fusedrnn: in the step {place}"
+        add_note(error, note)
         raise
     now = versions_of((*state, *x))
     if now != versions:
-        place = [a == b for a, b in zip(now, versions, strict=True)].index(False)
-        name = [*call.names.state, *call.names.input][place]
-        raise RuntimeError(
-            f"fusedrnn: the step changes {name} in place, at time {time}{call.place}; it must "
-            "return new tensors, since backward recomputes the step from the old ones"
-        )
+        number = [a == b for a, b in zip(now, versions, strict=True)].index(False)
+        name = [*call.names.state, *call.names.input][number]
+        raise RuntimeError(_IN_PLACE.format(place, name))
     return new, y
+
+
+_IN_PLACE = (
+    "fusedrnn: the step {} changes {} in place, but backward takes it again from the old values; "
+    "change a copy instead, made by .clone()"
+)
 
 
 def _without_rest(leaf: Tensor) -> Tensor:

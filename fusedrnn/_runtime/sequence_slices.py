@@ -41,6 +41,11 @@ class Cut(torch.autograd.Function):
         return ends[::-1] if whole.backwards else ends
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> tuple[Tensor, Tensor]:
+        ends = tangent[: ctx.cut].clone(), tangent[ctx.cut :].clone()
+        return ends[::-1] if ctx.whole.backwards else ends
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
         of_part, of_rest = gradients
         whole, cut = ctx.whole, ctx.cut
@@ -98,23 +103,6 @@ class Whole:
         return whole[:steps] if self.backwards else whole[self.steps - steps :]
 
 
-class Steps(torch.autograd.Function):
-    """Each step of a chunk as a tensor that is no view, so that a change in place is not refused
-    before its version tells the step of it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple([step.detach() for step in part.unbind(0)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
-        known = next((g for g in gradients if g is not None), None)
-        if known is None:
-            return None
-        return torch.stack([torch.zeros_like(known) if g is None else g for g in gradients])
-
-
 class Write(torch.autograd.Function):
     """Moves outputs of a chunk to their place in the sequence."""
 
@@ -127,6 +115,10 @@ class Write(torch.autograd.Function):
         return made
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
         return gradient, None
 
@@ -137,30 +129,23 @@ class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sequence: Tensor, *parts: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.sizes = [len(part) for part in parts]
+        ctx.shapes = [part.shape for part in parts]
         made = sequence.detach()
         if not differentiable(made):
             ctx.mark_non_differentiable(made)
         return made
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Tensor:
+        known = next(tangent for tangent in tangents if tangent is not None)
+        both = zip(tangents, ctx.shapes, strict=True)
+        return torch.cat([known.new_zeros(shape) if t is None else t for t, shape in both])
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
-            return None, *[None] * len(ctx.sizes)
-        return None, *gradient.split(ctx.sizes)
-
-
-class Alias(torch.autograd.Function):
-    """The same numbers as a tensor that is no leaf and no view, as :class:`Steps` has them."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
+            return None, *[None] * len(ctx.shapes)
+        return None, *gradient.split([shape[0] for shape in ctx.shapes])
 
 
 def cut(leaf: Tensor, steps: int, whole: Whole) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ class Cell(nn.Module):
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda x, h, w: h.add_(x @ w), RuntimeError, "changes state in place, at time 0"),
-        (lambda x, h, w: x.add_(h @ w), RuntimeError, "changes input in place, at time 0"),
+        (lambda x, h, w: h.add_(x @ w), RuntimeError, "at time 0 changes state in place"),
+        (lambda x, h, w: x.add_(h @ w), RuntimeError, "at time 0 changes a view in place"),
         (
             lambda x, h, w: [h @ w],
             ValueError,
