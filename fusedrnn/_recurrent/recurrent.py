@@ -90,8 +90,8 @@ class Recurrent(nn.Module, Generic[StateT, OutputT]):
     functions work, too. A cell must not change its input or state in place, and must be repeatable:
     the same result for the same input and state. Buffers and attributes that it changes are put
     back for backward, and what it keeps in them has the gradients of a loop; but resets reach only
-    the state that it returns. torch.func, forward-mode derivatives, and of compiled cells gradients
-    of gradients, run as a plain loop, with a warning.
+    the state that it returns. torch.func, and of compiled cells gradients of gradients, run as a
+    plain loop, with a warning; forward-mode derivatives of all cells are those of steps in Python.
 
     Attributes:
         compile_cell: The argument ``compile``, whose own name is a method of torch.nn.Module.

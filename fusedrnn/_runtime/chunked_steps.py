@@ -21,7 +21,7 @@ from .._step.noise import Noise
 from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
 from .python_steps import Chunk, PythonSteps
-from .sequence_slices import Join, Whole, Write, cut
+from .sequence_slices import Join, Write, cut
 from .state_comparison import coarsest_eps, is_close
 from .step_changes import Before, Changes
 
@@ -44,13 +44,12 @@ def take_all(
             is one.
     """
     call, rest = steps.call, list(inputs)
-    wholes = [Whole(call.seq_len, call.backwards) for _ in inputs]
     takes = _Checkpoints(steps, weights, (*inputs, *state, *constants)) if recompute else None
     results = _Results(call)
     for chunk in steps.chunks(chunk_size):
         parts = []
         for i, leaf in enumerate(rest):
-            part, rest[i] = cut(leaf, len(chunk.times), wholes[i])
+            part, rest[i] = cut(leaf, chunk.part)
             parts.append(part)
         given = state, tuple(parts), constants, results.last
         if takes is None:

@@ -1,6 +1,6 @@
 """The steps of a sequence as a loop takes them, whose graph keeps all of them.
 
-For torch.func, forward-mode derivatives and tracing, and for what a program's backward cannot do.
+For torch.func and tracing, and for what a program's backward cannot do.
 """
 
 from __future__ import annotations

@@ -99,14 +99,44 @@ def test_within_a_checkpoint() -> None:
     )
 
 
-def test_forward_mode_without_gradients_says_nothing() -> None:
-    rnn, x = never(nn.GRUCell(H, H, dtype=F64)), double(T, B, H)
-    with warnings.catch_warnings(), torch.no_grad(), forward_ad.dual_level():
+def tangents(run: Any, x: Tensor, dual: dict[str, Tensor]) -> list[Any]:
+    """Of the outputs, of the gradients, and the gradients of tangents, within a dual level."""
+    made, last = run(x)
+    leaves, tangent = [x, *dual.values()], forward_ad.unpack_dual(made).tangent
+    again = torch.autograd.grad(tangent.square().sum(), leaves, retain_graph=True)
+    first = torch.autograd.grad((made**3).sum() + last.square().sum(), leaves, create_graph=True)
+    found = [made, tangent, *again, *first, *(forward_ad.unpack_dual(g).tangent for g in first)]
+    return [leaf.detach() for leaf in found]
+
+
+def test_forward_mode() -> None:
+    """Of inputs, states and weights, over backward and under it."""
+    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
+    rnn = never(cell)
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = cell
+
+        def forward(self, x: Tensor, h: Tensor) -> Any:
+            return plain_loop(self.cell, x, h)
+
+    def called(module: nn.Module, dual: dict[str, Tensor]) -> Any:
+        start = forward_ad.make_dual(START, torch.ones_like(START))
+        return lambda x: torch.func.functional_call(module, dual, (x, start))
+
+    with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.filterwarnings("error", "fusedrnn")
-        made, _ = rnn(forward_ad.make_dual(x, torch.ones_like(x)))
-        tangent = forward_ad.unpack_dual(made).tangent
-    (gradient,) = torch.autograd.grad(rnn(x)[0].sum(), x)
-    torch.testing.assert_close(tangent.sum(), gradient.sum())
+        dual = {f"cell.{n}": forward_ad.make_dual(p, p.cos()) for n, p in cell.named_parameters()}
+        y = forward_ad.make_dual(x, torch.ones_like(x))
+        ours, loops = (tangents(called(module, dual), y, dual) for module in (rnn, Loop()))
+        with torch.no_grad():
+            without = forward_ad.unpack_dual(called(rnn, dual)(y)[0]).tangent
+        outputs, _ = rnn(y)
+    torch.testing.assert_close([*ours, without], [*loops, loops[1]], rtol=1e-10, atol=1e-10)
+    with pytest.raises(RuntimeError, match=r"within torch.autograd.forward_ad.dual_level\(\), so"):
+        outputs.sum().backward()
 
 
 def check_two_calls(cell: By, x: Tensor) -> fusedrnn.Recurrent:
