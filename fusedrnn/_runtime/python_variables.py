@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,16 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from .._step.held_modules import Held, names_in
+from .._step.held_modules import Held, held_modules, is_array, is_of_user, names_in, slots_of
 from .._step.replicas import names_of_torch
 
 _MOST_ENTRIES = 1000
-"""Of a container that is looked into: larger ones hold data, and a look would take too long."""
+"""Of a container that is looked into: of longer ones the length and the ends are."""
+_MOST_NUMBERS = 2**20
+"""Of an array of NumPy that is copied: larger ones hold data."""
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+_LEAVES = (*_VALUES, Tensor)
 _CONTAINERS = (list, deque, OrderedDict, dict, set)
 _WITHOUT_VARIABLES = (torch.jit.ScriptModule, LazyModuleMixin)
 
@@ -38,14 +41,18 @@ class Namespace(NamedTuple):
     """How errors call a variable of it, with a place for the variable's name."""
     variables: dict[Any, Any]
     """Variables by name, or the cells that hold them."""
-    only: tuple[str, ...] | None = None
+    only: Sequence[str] | None = None
     """The names that count; None for all that a user may have given."""
     without: frozenset[str] = frozenset()
     """Others that do not count."""
     holds: str = "attributes"
     """Or "parameters" or "buffers" of a module."""
+    owner: Any = None
+    """Of attributes that are in no dict: an object with ``__slots__``, or a class."""
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Sequence[str]:
+        if self.owner is not None and self.only is not None:
+            return self.only
         if self.only is not None:
             return [name for name in self.only if name in self.variables]
         without = self.without
@@ -56,6 +63,8 @@ class Namespace(NamedTuple):
         ]
 
     def read(self, name: str) -> Any:
+        if self.owner is not None:
+            return getattr(self.owner, name, _MISSING)
         value = self.variables.get(name, _MISSING)
         if isinstance(value, CellType):
             try:
@@ -65,6 +74,10 @@ class Namespace(NamedTuple):
         return value
 
     def write(self, name: str, value: Any) -> None:
+        if self.owner is not None:
+            return (
+                delattr(self.owner, name) if value is _MISSING else setattr(self.owner, name, value)
+            )
         old = self.variables.get(name)
         if isinstance(old, CellType):
             if value is _MISSING:
@@ -87,6 +100,21 @@ def _of_module(module: nn.Module) -> list[Namespace]:
     ]
 
 
+def _of_object(one: Any) -> list[Namespace]:
+    name = f"the attribute {{!r}} of a {type(one).__name__}"
+    in_slots = Namespace(name, {}, slots_of(one), owner=one)
+    return [Namespace(name, vars(one)), in_slots] if hasattr(one, "__dict__") else [in_slots]
+
+
+def _of_class(kind: type) -> Namespace:
+    names = [
+        name
+        for name, value in vars(kind).items()
+        if isinstance(value, (*_VALUES, *_CONTAINERS, Tensor)) and not name.startswith("__")
+    ]
+    return Namespace(f"the attribute {{!r}} of the class {kind.__name__}", {}, names, owner=kind)
+
+
 def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
     """The variables around functions, and those of their Python modules that they name."""
     found = []
@@ -96,6 +124,9 @@ def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
         found.append(Namespace("the variable {!r}", cells, tuple(cells)))
         found.append(Namespace("the variable {!r}", function.__globals__, names))
     return found
+
+
+T = TypeVar("T")
 
 
 class VariableState(NamedTuple):
@@ -109,19 +140,27 @@ class VariableState(NamedTuple):
     versions: tuple[int, ...] = ()
     """Of its tensors."""
 
+    ends: tuple[int, int] | None = None
+    """Of a long container: its length, and which one its first entry is."""
+
     @classmethod
-    def of(cls, value: Any) -> VariableState:
-        entries = None
-        if isinstance(value, _CONTAINERS) and len(value) <= _MOST_ENTRIES:
-            entries = value.copy()
+    def of(cls, value: Any, last: VariableState | None = None) -> VariableState:
+        """``last``: what it was, which is kept of a long container."""
+        if isinstance(value, _VALUES):
+            return cls(value, None)
         if isinstance(value, Tensor):
-            tensors = [value]
-        else:
-            held = value if isinstance(value, tuple) else entries
-            tensors = _tensors_in(held) if held else []
-        if not tensors:
-            return cls(value, entries)
-        return cls(value, entries, tuple(tensors), versions_of(tensors))
+            return cls(value, None, (value,), versions_of((value,)))
+        if is_array(value):
+            return cls(value, value.copy() if value.size <= _MOST_NUMBERS else None)
+        is_container, ends = isinstance(value, _CONTAINERS), None
+        if is_container and len(value) > _MOST_ENTRIES:
+            ends = len(value), id(next(iter(value)))
+            if last is not None and value is last.value and ends == last.ends:
+                return last
+        entries = value.copy() if is_container else None
+        held = value if isinstance(value, tuple) else entries
+        tensors = tuple(_tensors_in(held)) if held and ends is None else ()
+        return cls(value, entries, tensors, versions_of(tensors), ends)
 
     def is_same(self, other: VariableState) -> bool:
         if self is other:
@@ -131,6 +170,10 @@ class VariableState(NamedTuple):
         ours, theirs = self.entries, other.entries
         if ours is None or theirs is None:
             return ours is theirs
+        if self.ends is not None or other.ends is not None:
+            return self.ends == other.ends
+        if is_array(ours):
+            return ours.tobytes() == theirs.tobytes()
         if len(ours) != len(theirs):
             return False
         if isinstance(ours, set):
@@ -142,7 +185,7 @@ class VariableState(NamedTuple):
     def put_back(self) -> Any:
         """The value, a container with the entries that it had."""
         value, entries = self.value, self.entries
-        if entries is not None and not self.is_same(VariableState.of(value)):
+        if entries is not None and not self.is_same(VariableState.of(value, self)):
             _fill(value, entries)
         return value
 
@@ -174,6 +217,9 @@ class VariableState(NamedTuple):
 
 def _fill(container: Any, entries: Any) -> None:
     """Not by the methods of a subclass, which may forbid it."""
+    if is_array(container):
+        container[...] = entries
+        return
     kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if hasattr(kind, "extend") else kind.update)(container, entries)
@@ -207,6 +253,16 @@ class Variables:
 
     def __init__(self, modules: Sequence[nn.Module], held: Held) -> None:
         """Of modules and objects, around functions, and in containers."""
+        self._spaces: list[Namespace] = []
+        self._known: dict[int, Any] = {}
+        self._add(modules, held)
+        if any(map(parametrize.is_parametrized, modules)):
+            cache = ("_cache", "_cache_enabled")  # of parametrize.cached()
+            self._spaces.append(Namespace("torch's {}", vars(parametrize), cache))
+
+    def _add(self, modules: Iterable[nn.Module], held: Held) -> None:
+        modules, objects = self._new(modules), self._new(held.objects)
+        kinds = dict.fromkeys(kind for one in (*modules, *objects) for kind in type(one).__mro__)
         spaces = [
             space
             for module in modules
@@ -214,23 +270,38 @@ class Variables:
             and not str(type(module).__module__).startswith(("fusedrnn.", "torch._dynamo"))
             for space in _of_module(module)
         ]
-        spaces += [
-            Namespace(f"the attribute {{!r}} of a {type(one).__name__}", vars(one))
-            for one in held.objects
-        ]
-        spaces += _around(held.functions)
-        if any(map(parametrize.is_parametrized, modules)):
-            cache = ("_cache", "_cache_enabled")  # of parametrize.cached()
-            spaces.append(Namespace("torch's {}", vars(parametrize), cache))
-        known = {id(space.read(name)) for space in spaces for name in space.names()}
-        inner = [one for one in held.containers if id(one) not in known]
-        spaces.append(Namespace("a container that the step holds", dict(enumerate(inner))))
-        self._spaces: Sequence[Namespace] = spaces
+        spaces += [space for one in objects for space in _of_object(one)]
+        spaces += map(_of_class, self._new(filter(is_of_user, kinds)))
+        spaces += _around(self._new(held.functions))
+        self._spaces += [space for space in spaces if space.names() or space.owner is None]
+        direct = {id(space.read(name)) for space in self._spaces for name in space.names()}
+        if inner := self._new(one for one in held.containers if id(one) not in direct):
+            self._spaces.append(
+                Namespace("a container that the step holds", dict(enumerate(inner)))
+            )
 
-    def values(self) -> VariableStates:
-        """What variables are now."""
+    def _new(self, found: Iterable[T]) -> list[T]:
+        """Those that are not known yet, and now are."""
+        new = [one for one in found if id(one) not in self._known]
+        self._known.update((id(one), one) for one in new)
+        return new
+
+    def grow(self, states: VariableStates, keys: Iterable[VariableKey]) -> bool:
+        """Looks for more variables in what some variables hold; whether there are any."""
+        count = len(self._spaces)
+        for value in [states[key].value for key in keys if key in states]:
+            held_by = value if isinstance(value, _CONTAINERS) else [value]
+            inner = held_by.values() if isinstance(held_by, dict) else held_by
+            if not all(isinstance(one, _LEAVES) for one in inner):
+                held = held_modules(value)
+                self._add([m for module in held.modules for m in module.modules()], held)
+        return len(self._spaces) > count
+
+    def values(self, last: VariableStates | None = None) -> VariableStates:
+        """What variables are now. ``last``: what they were."""
+        last = last or {}
         return {
-            (i, name): VariableState.of(space.read(name))
+            (i, name): VariableState.of(space.read(name), last.get((i, name)))
             for i, space in enumerate(self._spaces)
             for name in space.names()
         }
@@ -254,10 +325,12 @@ class Variables:
     @contextmanager
     def exchanged(self, then: VariableStates) -> Iterator[None]:
         """Within, variables have the states of another time, and afterwards those of now."""
-        now = self.values()
+        now = self.values(then)
         wanted = [(key, then.get(key, _NOTHING)) for key in self.other(now, then)]
         # Containers that are in no variable any more get back what they have now.
-        others = [VariableState.of(state.value) for _, state in wanted if state.entries is not None]
+        others = [
+            VariableState.of(state.value, state) for _, state in wanted if state.entries is not None
+        ]
         try:
             for key, state in wanted:
                 self._spaces[key[0]].write(key[1], state.put_back())
@@ -269,7 +342,7 @@ class Variables:
 
     def put_back(self, then: VariableStates) -> None:
         """Gives variables the states of an earlier time."""
-        for key in self.other(self.values(), then):
+        for key in self.other(self.values(then), then):
             self._spaces[key[0]].write(key[1], then.get(key, _NOTHING).put_back())
 
     def other(self, now: VariableStates, then: VariableStates) -> list[VariableKey]:

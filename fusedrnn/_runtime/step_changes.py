@@ -142,9 +142,10 @@ class Changes:
                 if new != old:
                     self._written.add(id(tensor))
         self._written |= self._written_without_version()
-        states = self._variables.values()
-        if self._variables.other(states, self._now):
-            self._now = states
+        states = self._variables.values(self._now)
+        if changed := self._variables.other(states, self._now):
+            grows = self._variables.grow(states, changed)
+            self._now = self._variables.values(states) if grows else states
             self._kept = self._with_placeholders()
             self._copy_buffers()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
@@ -39,7 +40,7 @@ class Held(NamedTuple):
     objects: list[Any]
     """Others that have attributes."""
     containers: list[Any]
-    """Lists, dicts and sets."""
+    """Lists, dicts and sets, and arrays of NumPy."""
     generators: list[Any]
     """Of random numbers, but torch's."""
 
@@ -79,14 +80,15 @@ def held_modules(step: Any) -> Held:
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             inner = value.values() if isinstance(value, dict) else value
             held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
+        elif is_array(value):
+            held.containers.append(value)
+            continue
         elif is_generator(value):
             held.generators.append(value)
             continue
         elif depth < _DEEPEST:
             inner, depth = _attributes(value), depth + 1
-            held.objects.extend(
-                [value] if _is_of_user(type(value)) and hasattr(value, "__dict__") else []
-            )
+            held.objects.extend([value] if is_of_user(type(value)) else [])
         else:
             continue
         if len(inner) <= _LONGEST:
@@ -98,7 +100,13 @@ def _is_of_torch(function: FunctionType) -> bool:
     return str(function.__globals__.get("__name__")).split(".")[0] == "torch"
 
 
-def _is_of_user(kind: type) -> bool:
+def is_array(value: Any) -> bool:
+    """Of NumPy, if somebody has imported it."""
+    kind = getattr(sys.modules.get("numpy"), "ndarray", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_of_user(kind: type) -> bool:
     return str(kind.__module__).split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
 
 
@@ -118,7 +126,7 @@ def _hidden_in(module: nn.Module) -> list[Any]:
             if name not in of_torch and type(value) not in _PLAIN
         ]
         found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
-        if _is_of_user(type(one)):
+        if is_of_user(type(one)):
             found.append(type(one).forward)
     return found
 
@@ -147,12 +155,19 @@ def _attributes(value: Any) -> list[Any]:
     values: list[Any] = []
     with suppress(AttributeError):
         values += object.__getattribute__(value, "__dict__").values()
+    for name in slots_of(value):
+        with suppress(AttributeError):
+            values.append(object.__getattribute__(value, name))
+    return [*values, getattr(type(value), "__call__", None)]  # noqa: B004
+
+
+def slots_of(value: Any) -> list[str]:
+    """Names of its attributes that are in no dict."""
+    found: list[str] = []
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            with suppress(AttributeError):
-                values.append(object.__getattribute__(value, name))
-    return [*values, getattr(type(value), "__call__", None)]  # noqa: B004
+        found += [slots] if isinstance(slots, str) else slots
+    return [name for name in found if not name.startswith("__")]
 
 
 def names_in(code: CodeType) -> set[str]:

@@ -24,7 +24,7 @@ def uses_torchscript(held: Held, modules: Iterable[nn.Module]) -> bool:
     """
     waiting: list[Any] = [*modules, *held.functions, *dict.fromkeys(map(type, held.objects))]
     waiting += [value for one in held.containers for value in _values(one)]
-    waiting += [value for one in held.objects for value in vars(one).values()]
+    waiting += [value for one in held.objects for value in getattr(one, "__dict__", {}).values()]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()

@@ -145,10 +145,19 @@ def check_scan(
 class Unseen:
     """A value of which nobody finds out that a step changes it, or somebody between two calls."""
 
-    __slots__ = ("value",)
-
     def __init__(self, value: Any) -> None:
-        self.value = value
+        _UNSEEN[id(self)] = value
+
+    @property
+    def value(self) -> Any:
+        return _UNSEEN[id(self)]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        _UNSEEN[id(self)] = value
+
+
+_UNSEEN: dict[int, Any] = {}
 
 
 class By(nn.Module):
