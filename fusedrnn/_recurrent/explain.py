@@ -81,14 +81,11 @@ def explained(one: OneLayerCall, layer: str = "") -> Explanation:
         return _of_program(settings, call, planned, layer)
     in_python = one.in_python()
     step_bytes = in_python.step_bytes()
-    if in_python.recomputes:
+    if not (why := in_python.keeps_graph):
         steps, chunk_reason = in_python.choose_chunk()
         kept = -(-sum(leaf.nbytes for leaf in call.state) // steps)
         workspace = step_bytes * steps
     else:
-        why = "recompute=False"
-        if settings.recompute:
-            why = "it runs TorchScript" if in_python.is_scripted else "it calls torch.func"
         steps, chunk_reason = call.seq_len, f"the whole sequence, since {why}"
         kept, workspace = step_bytes, 0
     faster = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from .._front.torch_refusals import way_out
 from .._runtime.carried_attributes import check_nothing_is_carried
@@ -50,9 +51,7 @@ class CellMemory:
         self.step_bytes: dict[Any, int] = {}
         """What autograd keeps of a step, by kinds of calls."""
         self.keeps_graph = False
-        """Whether a step calls torch.func.grad or the like, which refuses checkpoints."""
-        self.takes_gradients = False
-        """Whether a step takes gradients itself, for which a whole chunk would be taken again."""
+        """Whether a step takes gradients itself: checkpoints would take it again for each."""
         self.carries_nothing = False
         """Whether a trial has shown that a step reads no attribute that the last one has set."""
         self.compiling = CompiledCalls() if compiling is None else compiling
@@ -257,20 +256,24 @@ class StepsInPython:
         if self.is_reset and not self.memory.carries_nothing:
             check_nothing_is_carried(self.steps, *self.given)
             self.memory.carries_nothing = True
-        recompute = torch.is_grad_enabled() and self.recomputes
+        recompute = torch.is_grad_enabled() and not self.keeps_graph
         chunk, _ = self.choose_chunk() if recompute else chunk_steps(self._seq_len, None, None, 0)
         try:
-            made = take_all(self.steps, *self.given, self.weights, chunk, recompute)
+            return take_all(self.steps, *self.given, self.weights, chunk, recompute)
         except CannotCheckpoint:
             self.memory.keeps_graph = True
             return take_all(self.steps, *self.given, self.weights, chunk, recompute=False)
-        self.memory.takes_gradients |= self.steps.takes_gradients
-        return made
 
     @property
-    def recomputes(self) -> bool:
-        """Whether backward takes steps again."""
-        return self.settings.recompute and not self.is_scripted and not self.memory.keeps_graph
+    def keeps_graph(self) -> str:
+        """Why autograd keeps the graph of all steps; or nothing."""
+        if not self.settings.recompute:
+            return "recompute=False"
+        if self.is_scripted:
+            return "it runs TorchScript"
+        if any(map(is_lazy, self.weights)):
+            return "lazy modules get their weights"
+        return "it takes gradients itself" if self.memory.keeps_graph else ""
 
     @property
     def _seq_len(self) -> int:
@@ -293,7 +296,5 @@ class StepsInPython:
     def choose_chunk(self) -> tuple[int, str]:
         """Steps of a chunk, and why."""
         most, size = self.settings.workspace_bytes, self.settings.chunk_size
-        if self.memory.takes_gradients and most is None and size is None:
-            return 1, "1, since the step takes gradients itself"
         step_bytes = 0 if most is None else self.step_bytes()
         return chunk_steps(self._seq_len, size, most, step_bytes)

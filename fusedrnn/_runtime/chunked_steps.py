@@ -7,21 +7,24 @@ which must be as they were: with the same random numbers, variables and weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from .._step.generators import RandomStates, is_capturing
 from .._step.noise import Noise
-from .._step.sequence_call import SequenceCall
 from .._step.trees import Leaves
-from .python_steps import Chunk, PythonSteps
-from .sequence_slices import Join, Write, cut
+from .._step.unusual_tensors import PLAIN
+from .python_steps import Chunk, PythonSteps, Taken, add_note
+from .python_variables import versions_of
+from .sequence_slices import Outputs, cut
 from .state_comparison import coarsest_eps, is_close
 from .step_changes import Before, Changes
 
@@ -43,28 +46,30 @@ def take_all(
         recompute: Whether backward takes the steps again; else their graph is kept, if there
             is one.
     """
-    call, rest = steps.call, list(inputs)
-    takes = _Checkpoints(steps, weights, (*inputs, *state, *constants)) if recompute else None
-    results = _Results(call)
+    rest, results = list(inputs), Outputs(steps.call)
+    given = *inputs, *state, *constants
+    takes = _Checkpoints(steps, weights, given, results) if recompute else None
     for chunk in steps.chunks(chunk_size):
         parts = []
         for i, leaf in enumerate(rest):
             part, rest[i] = cut(leaf, chunk.part)
             parts.append(part)
-        given = state, tuple(parts), constants, results.last
+        leaves = state, tuple(parts), constants, results.last
         if takes is None:
-            state, outputs, _ = steps.take(chunk, *given, Noise(call.seed, call.layer))
+            noise = Noise(steps.call.seed, steps.call.layer)
+            state, outputs, _ = steps.take(chunk, *leaves, noise)
         else:
-            state, outputs = takes.take(chunk, given)
-        results.add(chunk, outputs)
+            state, outputs = takes.take(chunk, leaves)
+        results.add(chunk.part, outputs)
     if takes is not None:
         takes.end()
+    outputs = results.joined()
     # A step may return what it gets, and the same tensor twice: users may write to results.
-    return results.outputs(), tuple(leaf.clone() for leaf in state)
+    return outputs, tuple(leaf.clone() for leaf in state)
 
 
 class CannotCheckpoint(Exception):
-    """A step calls torch.func.grad or the like, which refuses checkpoints; nothing has happened."""
+    """A step takes gradients itself, which would have it taken again; nothing has happened."""
 
 
 def refuses_checkpoints(error: RuntimeError) -> bool:
@@ -72,58 +77,41 @@ def refuses_checkpoints(error: RuntimeError) -> bool:
     return "support saved tensor hooks" in str(error)
 
 
-class _Results:
-    """Outputs of all steps in one tensor for each leaf, or the last ones."""
-
-    def __init__(self, call: SequenceCall) -> None:
-        self._call = call
-        self._sequences: list[Tensor] = []
-        self._parts: list[tuple[int, Leaves]] = []
-        self.last: Leaves = ()
-
-    def add(self, chunk: Chunk, outputs: Leaves) -> None:
-        if not self._call.returns_sequence:
-            self.last = outputs
-            return
-        if all(type(leaf) is Tensor for leaf in outputs):
-            if not self._parts:
-                size = self._call.seq_len
-                self._sequences = [leaf.new_empty((size, *leaf.shape[1:])) for leaf in outputs]
-            places = zip(outputs, self._sequences, strict=True)
-            outputs = tuple([Write.apply(leaf, sequence[chunk.part]) for leaf, sequence in places])
-        self._parts.append((chunk.part.start, outputs))
-
-    def outputs(self) -> Leaves:
-        if not self._call.returns_sequence:
-            return tuple(leaf.clone() for leaf in self.last)
-        in_time = sorted(self._parts, key=lambda part: part[0])
-        parts = list(zip(*(part for _, part in in_time), strict=True))
-        if not self._sequences:
-            return tuple(map(torch.cat, parts))
-        both = zip(self._sequences, parts, strict=True)
-        return tuple(Join.apply(sequence, *some) for sequence, some in both)
-
-
 class _Checkpoints:
     """Takes chunks in forward so that backward can take them again."""
 
-    def __init__(self, steps: PythonSteps, weights: Sequence[Tensor], tensors: Leaves) -> None:
+    def __init__(
+        self, steps: PythonSteps, weights: Sequence[Tensor], tensors: Leaves, results: Outputs
+    ) -> None:
         # Of others autograd saves none: it would refuse the call.
-        self._weights = [w for w in weights if not (is_lazy(w) or w.is_inference() or w.is_nested)]
-        self._steps, self._changes = steps, Changes(steps.variables, self._weights)
+        weights = [w for w in weights if not (is_lazy(w) or w.is_inference() or w.is_nested)]
+        self._steps, self._changes = steps, Changes(steps.variables, weights)
+        # As they are now, if somebody sets their data, too.
+        self._kept = [w.detach() if type(w) in PLAIN else w for w in weights]
+        self._gradients = [
+            (w, w.grad, w.grad is not None and versions_of([w.grad])) for w in weights if w.is_leaf
+        ]
+        self._results = results
         self._random = self._first = steps.generators.states()
         self._had_seed = steps.call.seed.is_drawn
         kind = steps.call.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._eps = coarsest_eps(autocast, (*tensors, *self._weights))
+        self._eps = coarsest_eps(autocast, (*tensors, *weights))
 
     def take(self, chunk: Chunk, given: tuple[Leaves, ...]) -> tuple[Leaves, Leaves]:
         seed, generators = self._steps.call.seed, self._steps.generators
         sizes = [len(leaves) for leaves in given]
         before = self._random
-        kept = _Keep.apply(torch.empty(0, requires_grad=True), *self._weights)
+        kept = _Keep.apply(torch.empty(0, requires_grad=True), *self._kept)
         again = _ChunkTaken(
-            self._steps, chunk, sizes, self._changes.before(), self._eps, kept, before
+            self._steps,
+            chunk,
+            sizes,
+            self._changes.before(),
+            self._eps,
+            kept,
+            self._results,
+            before,
         )
         had_seed, was_lent = seed.is_drawn, seed.is_lent
         made = checkpoint(
@@ -133,7 +121,7 @@ class _Checkpoints:
             preserve_rng_state=False,  # generators of Python and NumPy are put back, too
             early_stop=False,  # so that states and outputs are compared
         )
-        if again.error is not None:
+        if again.error is not None or self._results.are_asked_for:
             self._raise(again)
         self._changes.note()
         self._random = generators.states(before)
@@ -151,11 +139,12 @@ class _Checkpoints:
     def _raise(self, again: _ChunkTaken) -> None:
         """The error of a chunk's steps."""
         error, again.error = again.error, None
-        assert error is not None
+        refuses = isinstance(error, RuntimeError) and refuses_checkpoints(error)
         try:
-            if isinstance(error, RuntimeError) and refuses_checkpoints(error):
+            if error is None or refuses or self._results.are_asked_for:
                 self._undo()
                 raise CannotCheckpoint from error
+            self._results.is_over = True
             raise error
         finally:
             del error  # whose traceback has this frame
@@ -166,6 +155,14 @@ class _Checkpoints:
         seed = self._steps.call.seed
         if seed.is_from_torch and not self._had_seed:
             seed.draw_again(self._steps.call.device)
+        for weight, gradient, version in self._gradients:
+            if weight.grad is not gradient:
+                weight.grad = gradient
+            elif gradient is not None and versions_of([gradient]) != version:
+                raise RuntimeError(
+                    "fusedrnn: the step calls backward(), which has added to gradients, and is to "
+                    "be taken again with its graph; pass recompute=False"
+                )
 
     def end(self) -> None:
         self._changes.end()
@@ -197,6 +194,7 @@ class _ChunkTaken:
     """Of the coarsest dtype that steps compute in."""
     kept: Tensor
     """Whose node of autograd keeps the weights."""
+    results: Outputs
     random: RandomStates
     """Before the chunk."""
     random_after: RandomStates | None = None
@@ -206,7 +204,7 @@ class _ChunkTaken:
     """Whether forward takes the steps, or has taken them."""
     draws_seed: bool = False
     """Whether one of its steps has drawn the seed of the call from torch's generators."""
-    made: Leaves | None = None
+    made: Leaves = ()
     """By forward: the state, and the outputs of the last step."""
     error: BaseException | None = None
     """That a step has raised in forward. torch 2.11 leaves its hooks there for one that passes."""
@@ -214,79 +212,84 @@ class _ChunkTaken:
     def __call__(self, *leaves: Tensor) -> Leaves:
         # From their second run on, functions of TorchScript save other tensors when optimized.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            if not self.has_begun:
-                try:
-                    return self._take(leaves)
-                except BaseException as error:
-                    self.error = error
-                    return ()
-            with torch.inference_mode(False), torch.enable_grad():
-                return self._take(leaves)
-
-    def _take(self, leaves: Sequence[Tensor]) -> Leaves:
-        if self.has_begun:  # a gradient that a step takes must not go on into earlier chunks
-            leaves = [_apart(leaf) for leaf in leaves]
-        steps, rest = self.steps, iter(leaves)
-        state, parts, constants, last = (
-            tuple([next(rest) for _ in range(size)]) for size in self.sizes
-        )
-        given = self.chunk, state, parts, constants, last
-        noise = Noise(steps.call.seed, steps.call.layer)
-        if not self.has_begun:
+            if self.has_begun:
+                with torch.inference_mode(False), torch.enable_grad(), _without_transforms():
+                    return self._take_again(tuple(map(_apart, leaves)))
             self.has_begun = True
             try:
-                taken = steps.take(*given, noise)
-            except AssertionError as error:
-                if "activation checkpoint" not in str(error):
-                    raise
-                raise RuntimeError(
-                    "fusedrnn: a step that takes gradients itself must detach what it gets before "
-                    "it computes what they are of, since steps before it are recomputed; "
-                    "recompute=False keeps them"
-                ) from error
-            # A step may write later to an output that it has not returned as its state.
-            own = {id(leaf) for leaf in taken.state}
-            outputs = [leaf if id(leaf) in own else leaf.clone() for leaf in taken.last_outputs]
-            made = *taken.state, *outputs
-            self.is_dual = any(_tangent(leaf) is not None for leaf in made)
-            self.made = tuple([leaf.detach() for leaf in made])
-            return *taken.state, *taken.outputs
+                return self._take_first(leaves)
+            except BaseException as error:
+                self.error = error
+                return ()
+
+    def _take_first(self, leaves: Leaves) -> Leaves:
+        taken = self._taken(leaves, Noise(self.steps.call.seed, self.steps.call.layer))
+        # A step may write later to an output that it has not returned as its state.
+        own = {id(leaf) for leaf in taken.state}
+        outputs = [leaf if id(leaf) in own else leaf.clone() for leaf in taken.last_outputs]
+        made = *taken.state, *outputs
+        self.is_dual = any(_tangent(leaf) is not None for leaf in made)
+        self.made = tuple([leaf.detach() for leaf in made])
+        return *taken.state, *taken.outputs
+
+    def _take_again(self, leaves: Leaves) -> Leaves:
+        if not self.results.is_over:
+            self.results.are_asked_for = True
+            raise CannotCheckpoint
         if self.is_dual and forward_ad._current_level < 0:
             raise RuntimeError(_NOT_DUAL)
-        if self.made is None:  # a step of the chunk takes a gradient itself
-            steps.takes_gradients = True
-        node: Any = self.kept.grad_fn
+        steps, node = self.steps, cast(Any, self.kept.grad_fn)
         weights = node.saved_tensors  # an error if one has been written meanwhile
+        noise = Noise(steps.call.seed, steps.call.layer)
         noise.draws_seed_again = self.draws_seed
         with (
             steps.variables.exchanged(self.before.states(weights)),
             steps.generators.as_of(self.random, self.random_after),
         ):
             try:
-                taken = steps.take(*given, noise)
+                taken = self._taken(leaves, noise)
             except CheckpointError as error:
-                raise RuntimeError(_NOT_AGAIN.format("graph of operations")) from error
-        if self.made is not None:
-            self._compare((*taken.state, *taken.last_outputs), self.made)
+                raise RuntimeError(self._not_again("graph of operations")) from error
+            except Exception as error:
+                add_note(error, "fusedrnn: backward has taken this step again")
+                raise
+        self._compare(taken)
         return *taken.state, *taken.outputs
 
-    def _compare(self, made: Leaves, first: Leaves) -> None:
-        """
-        Args:
-            first: What forward has made.
+    def _taken(self, leaves: Leaves, noise: Noise) -> Taken:
+        rest = iter(leaves)
+        state, parts, constants, last = (
+            tuple([next(rest) for _ in range(size)]) for size in self.sizes
+        )
+        return self.steps.take(self.chunk, state, parts, constants, last, noise)
 
-        Raises:
-            RuntimeError: They differ.
+    def _compare(self, taken: Taken) -> None:
         """
-        if is_capturing(made[0].device):
+        Raises:
+            RuntimeError: It is not what forward has made.
+        """
+        if is_capturing(self.steps.call.device):
             return
+        count, all_outputs = len(taken.state), self.results.part(self.chunk.part)
+        first = self.made[:count] + (all_outputs or self.made[count:])
+        made = taken.state + (taken.outputs if all_outputs else taken.last_outputs)
         with torch.no_grad():
             if all(map(torch.equal, made, first)):
                 return
             names = [*self.steps.call.names.state, *["output"] * len(made)]
             for name, new, old in zip(names, made, first, strict=False):
                 if not is_close(new, old, self.eps):
-                    raise RuntimeError(_NOT_AGAIN.format(name))
+                    raise RuntimeError(self._not_again(name))
+
+    def _not_again(self, what: str) -> str:
+        times, place = self.chunk.part, self.steps.call.place
+        return (
+            f"fusedrnn: the step is not deterministic: recomputing the steps from {times.start} to "
+            f"{times.stop - 1}{place} in backward gave a different {what}. A step may depend only "
+            "on its arguments, weights, buffers, attributes and random numbers, not on iterators "
+            "or clocks; and closed-over tensors must not change between forward and backward. "
+            "recompute=False takes no step again, in the memory of a loop"
+        )
 
 
 def _apart(leaf: Tensor) -> Tensor:
@@ -306,9 +309,9 @@ _NOT_DUAL = (
     "run within it, too, since it recomputes the steps with their tangents; recompute=False keeps "
     "what backward needs"
 )
-_NOT_AGAIN = (
-    "fusedrnn: the step is not deterministic: recomputing it in backward gave a different {}. A "
-    "step may depend only on its arguments, weights, buffers, attributes and random numbers, not "
-    "on iterators or clocks, nor on arrays of NumPy that it changes; and weights and closed-over "
-    "tensors must not change between forward and backward"
-)
+
+
+def _without_transforms() -> AbstractContextManager[Any]:
+    """Within, torch.func.vmap is off: of a batched backward, whose steps are those of forward."""
+    is_on = torch._C._are_functorch_transforms_active()
+    return temporarily_clear_interpreter_stack() if is_on else nullcontext()

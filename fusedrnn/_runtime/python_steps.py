@@ -62,8 +62,6 @@ class PythonSteps:
     generators: Generators
     draws: bool = False
     """Whether each step draws from the call's seed. The first step of a call may."""
-    takes_gradients: bool = False
-    """Whether a step of a chunk has had autograd take the chunk again already in forward."""
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         call = self.call

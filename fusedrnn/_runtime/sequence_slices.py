@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from .._step.trees import differentiable
+from .._step.sequence_call import SequenceCall
+from .._step.trees import Leaves, differentiable
+from .python_variables import versions_of
 
 
 def is_batched(gradient: Tensor | None) -> bool:
@@ -100,3 +103,54 @@ def cut(rest: Tensor, steps: slice) -> tuple[Tensor, Tensor]:
         return rest[steps], rest
     part, rest = Cut.apply(rest, steps)
     return part, rest
+
+
+class Outputs:
+    """Outputs of all steps in one tensor for each leaf, or the last ones."""
+
+    def __init__(self, call: SequenceCall) -> None:
+        self._call = call
+        self._sequences: list[Tensor] = []
+        self._are_plain = True
+        """Whether all outputs so far are of the class torch.Tensor, and in their places."""
+        self._parts: list[tuple[int, Leaves]] = []
+        self.last: Leaves = ()
+        self.is_over = self.are_asked_for = False
+        """Whether all steps have been taken, and some again already before."""
+        self._refs: list[TensorWeakRef] = []
+        self._versions: tuple[int, ...] = ()
+
+    def add(self, place: slice, outputs: Leaves) -> None:
+        if not self._call.returns_sequence:
+            self.last = outputs
+            return
+        self._are_plain &= all(type(leaf) is Tensor for leaf in outputs)
+        if self._are_plain:
+            if not self._parts:
+                size = self._call.seq_len
+                self._sequences = [leaf.new_empty((size, *leaf.shape[1:])) for leaf in outputs]
+            places = zip(outputs, self._sequences, strict=True)
+            outputs = tuple([Write.apply(leaf, sequence[place]) for leaf, sequence in places])
+        self._parts.append((place.start, outputs))
+
+    def joined(self) -> Leaves:
+        """All of them, of which only :meth:`part` may be asked afterwards."""
+        self.is_over, last = True, self.last
+        in_time = sorted(self._parts, key=lambda part: part[0])
+        sequences, self._sequences, self._parts, self.last = self._sequences, [], [], ()
+        if not self._call.returns_sequence:
+            return tuple(leaf.clone() for leaf in last)
+        parts = list(zip(*(part for _, part in in_time), strict=True))
+        if not self._are_plain:
+            return tuple(map(torch.cat, parts))
+        both = zip(sequences, parts, strict=True)
+        made = tuple(Join.apply(sequence, *some) for sequence, some in both)
+        self._refs, self._versions = list(map(TensorWeakRef, made)), versions_of(made)
+        return made
+
+    def part(self, place: slice) -> Leaves:
+        """Those of some steps, if somebody has them still, and as they were."""
+        outputs = [ref() for ref in self._refs]
+        known = [leaf[place] for leaf in outputs if leaf is not None]
+        is_same = len(known) == len(outputs) and versions_of(known) == self._versions
+        return tuple(known) if known and is_same else ()

@@ -139,38 +139,48 @@ def test_forward_mode() -> None:
         outputs.sum().backward()
 
 
-def check_two_calls(cell: By, x: Tensor) -> fusedrnn.Recurrent:
-    """Each has the loop's values, gradients and count of steps."""
+def slope(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    h = torch.tanh(c.linear(h.detach()) + x + 0.1 * torch.randint(3, h.shape))
+    (slope,) = torch.autograd.grad(h.square().sum(), c.linear.weight, create_graph=True)
+    return h - 0.1 * slope.sum() * (c.count % 3)
+
+
+def slope_through_all(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    h = torch.tanh(c.linear(h) + x)
+    return h - torch.autograd.grad(h.sum(), c.linear.weight, create_graph=True)[0].sum()
+
+
+def slope_by_torch_func(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    """Which refuses checkpoints."""
+    h = h + 0.1 * torch.randint(3, h.shape)
+    slope = torch.func.grad(lambda h: torch.tanh(c.linear(h)).square().sum())(h)
+    return torch.tanh(h - 0.1 * slope + x)
+
+
+def backward(c: Any, x: Tensor, h: Tensor) -> Tensor:
+    c.linear(h.detach()).square().mean().backward()
+    return torch.tanh(c.linear(h) + x)
+
+
+@pytest.mark.parametrize("step", [slope, slope_through_all, slope_by_torch_func, backward])
+def test_steps_that_take_gradients(step: Any) -> None:
+    """The call starts anew, and keeps its graph: counts, numbers and gradients are the loop's."""
+
+    def counting(c: Any, x: Tensor, h: Tensor) -> Tensor:
+        c.count += 1
+        return step(c, x, h)
+
+    cell, x = By(counting, linear=linear(H), count=0), double(T, B, H)
     rnn, found = never(cell), []
     for run in (rnn, rnn, lambda x, h: plain_loop(cell, x, h)):
-        cell.count = 0
+        cell.count, cell.linear.weight.grad = 0, None
         torch.manual_seed(0)
         y, _ = run(x, START)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *cell.parameters()])])
+        taken = cell.linear.weight.grad
+        found.append([y, taken, *torch.autograd.grad(y.square().sum(), [x, *cell.parameters()])])
         assert cell.count == T
     torch.testing.assert_close(found[:2], [found[2]] * 2, rtol=1e-10, atol=1e-10)
-    return rnn
-
-
-def test_a_step_that_takes_gradients() -> None:
-    """In forward, of what it has made; a count and torch's numbers are as in the loop."""
-
-    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        c.count += 1
-        h = torch.tanh(c.linear(h.detach()) + x + 0.1 * torch.randint(3, h.shape))
-        (slope,) = torch.autograd.grad(h.square().sum(), c.linear.weight, create_graph=True)
-        return h - 0.1 * slope.sum() * (c.count % 3)
-
-    def through_all(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        h = torch.tanh(c.linear(h) + x)
-        return h - torch.autograd.grad(h.sum(), c.linear.weight, create_graph=True)[0].sum()
-
-    with pytest.raises(RuntimeError, match="must detach what it gets"):
-        never(By(through_all, linear=linear(H)))(double(T, B, H), START)[0].sum().backward()
-
-    cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn = check_two_calls(cell, x)
-    assert rnn.explain(x, START).chunk_steps == 1
+    assert "since it takes gradients itself" in rnn.explain(x, START).chunk_reason
     rnn(x, START, reset=torch.rand(T, B) < 0.3)  # whose trial is under autograd, too
 
 
@@ -217,20 +227,6 @@ def test_steps_that_call_torchscript_keep_their_graph() -> None:
             lambda: rnn(x, START), lambda: plain_loop(cell, x, START), [x, *cell.parameters()]
         )
     assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it runs TorchScript"
-
-
-def test_torch_func_in_a_step() -> None:
-    """Which refuses checkpoints: the call starts anew, and keeps its graph."""
-
-    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
-        c.count += 1
-        h = h + 0.1 * torch.randint(3, h.shape)
-        slope = torch.func.grad(lambda h: torch.tanh(c.linear(h)).square().sum())(h)
-        return torch.tanh(h - 0.1 * slope + x)
-
-    cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
-    rnn = check_two_calls(cell, x)
-    assert rnn.explain(x, START).chunk_reason == "the whole sequence, since it calls torch.func"
 
 
 def test_an_error_of_a_step_leaves_no_hooks() -> None:
