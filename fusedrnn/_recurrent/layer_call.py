@@ -175,7 +175,9 @@ class OneLayerCall:
         step, held = self.make_step(), held_modules(self.user.step)
         flat, call, constants = with_masks(step, self.call)
         modules = [*dict.fromkeys(m for module in held.modules for m in module.modules())]
-        weights = [p for module in modules for p in module._parameters.values() if p is not None]
+        weights: list[Tensor] = [
+            p for module in modules for p in module._parameters.values() if p is not None
+        ]
         steps = PythonSteps(
             call.without_values()._replace(seed=call.seed),
             flat,

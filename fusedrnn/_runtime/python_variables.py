@@ -11,7 +11,7 @@ import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,11 +25,13 @@ from .._step.replicas import names_of_torch
 
 _MOST_ENTRIES = 1000
 """Of a container that is looked into: of longer ones the length and the ends are."""
-_MOST_NUMBERS = 2**20
-"""Of an array of NumPy that is copied: larger ones hold data."""
+MOST_NUMBERS = 2**20
+"""Of a tensor that is no buffer, or an array of NumPy, that is copied: larger ones hold data."""
 _MISSING = object()
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _LEAVES = (*_VALUES, Tensor)
+_CONSTANT = (ModuleType, type, FunctionType, BuiltinFunctionType)
+"""What names of a Python module stand for that no step binds anew."""
 _CONTAINERS = (list, deque, OrderedDict, dict, set)
 _WITHOUT_VARIABLES = (torch.jit.ScriptModule, LazyModuleMixin)
 
@@ -46,20 +48,23 @@ class Namespace(NamedTuple):
     without: frozenset[str] = frozenset()
     """Others that do not count."""
     holds: str = "attributes"
-    """Or "parameters" or "buffers" of a module."""
+    """Or "parameters", "buffers" or "modules" of a module."""
     owner: Any = None
     """Of attributes that are in no dict: an object with ``__slots__``, or a class."""
 
-    def names(self) -> Sequence[str]:
-        if self.owner is not None and self.only is not None:
-            return self.only
+    def items(self) -> list[tuple[Any, Any]]:
+        """Names and values; a class or an object with ``__slots__`` may lack one."""
         if self.only is not None:
-            return [name for name in self.only if name in self.variables]
+            is_all = self.owner is not None
+            names = [name for name in self.only if is_all or name in self.variables]
+            return [(name, self.read(name)) for name in names]
+        if self.holds != "attributes":
+            return list(self.variables.items())
         without = self.without
         return [
-            name
-            for name in self.variables
-            if name not in without and not str(name).startswith("_fusedrnn_")
+            item
+            for item in list(self.variables.items())
+            if item[0] not in without and not str(item[0]).startswith("_fusedrnn_")
         ]
 
     def read(self, name: str) -> Any:
@@ -97,6 +102,7 @@ def _of_module(module: nn.Module) -> list[Namespace]:
         Namespace(f"the attribute {{!r}} of {kind}", attributes, None, torchs - {"training"}),
         Namespace(f"the parameter {{!r}} of {kind}", module._parameters, holds="parameters"),
         Namespace(f"the buffer {{!r}} of {kind}", module._buffers, holds="buffers"),
+        Namespace(f"the part {{!r}} of {kind}", module._modules, holds="modules"),
     ]
 
 
@@ -115,15 +121,19 @@ def _of_class(kind: type) -> Namespace:
     return Namespace(f"the attribute {{!r}} of the class {kind.__name__}", {}, names, owner=kind)
 
 
-def _around(functions: Iterable[FunctionType]) -> list[Namespace]:
-    """The variables around functions, and those of their Python modules that they name."""
-    found = []
+def _around(functions: Iterable[FunctionType]) -> Iterator[Namespace]:
+    """The variables around functions, those of their Python modules that they name, and theirs."""
     for function in functions:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        names = tuple(sorted(names_in(function.__code__)))  # the same order in each process
-        found.append(Namespace("the variable {!r}", cells, tuple(cells)))
-        found.append(Namespace("the variable {!r}", function.__globals__, names))
-    return found
+        around = function.__globals__
+        names = [
+            name
+            for name in sorted(names_in(function.__code__))  # the same order in each process
+            if not isinstance(around.get(name), _CONSTANT)
+        ]
+        yield Namespace("the variable {!r}", cells, tuple(cells))
+        yield Namespace("the variable {!r}", around, names)
+        yield Namespace(f"the attribute {{!r}} of {function.__name__}", vars(function))
 
 
 T = TypeVar("T")
@@ -140,27 +150,37 @@ class VariableState(NamedTuple):
     versions: tuple[int, ...] = ()
     """Of its tensors."""
 
-    ends: tuple[int, int] | None = None
-    """Of a long container: its length, and which one its first entry is."""
+    ends: tuple[int, int, int] | None = None
+    """Of a long container: its length, and which ones its first and last entries are."""
 
     @classmethod
     def of(cls, value: Any, last: VariableState | None = None) -> VariableState:
         """``last``: what it was, which is kept of a long container."""
-        if isinstance(value, _VALUES):
+        if isinstance(value, (*_VALUES, nn.Module)):
             return cls(value, None)
         if isinstance(value, Tensor):
             return cls(value, None, (value,), versions_of((value,)))
         if is_array(value):
-            return cls(value, value.copy() if value.size <= _MOST_NUMBERS else None)
+            return cls(value, value.copy() if value.size <= MOST_NUMBERS else None)
         is_container, ends = isinstance(value, _CONTAINERS), None
         if is_container and len(value) > _MOST_ENTRIES:
-            ends = len(value), id(next(iter(value)))
+            last_entry = None if isinstance(value, set) else next(reversed(value))
+            ends = len(value), id(next(iter(value))), id(last_entry)
             if last is not None and value is last.value and ends == last.ends:
                 return last
-        entries = value.copy() if is_container else None
+        entries = _copy_of(value) if is_container else None
         held = value if isinstance(value, tuple) else entries
         tensors = tuple(_tensors_in(held)) if held and ends is None else ()
         return cls(value, entries, tensors, versions_of(tensors), ends)
+
+    def may_have_changed(self) -> bool:
+        """Whether the value, the same object, is to be looked at again."""
+        if self.entries is not None:
+            return True
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if not tensor.is_inference() and tensor._version != version:
+                return True
+        return False
 
     def is_same(self, other: VariableState) -> bool:
         if self is other:
@@ -215,12 +235,23 @@ class VariableState(NamedTuple):
         return self._replace(value=value)
 
 
+def _kind_of(container: Any) -> Any:
+    """Whose methods are called, not those of a subclass, which may forbid it."""
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+
+
+def _copy_of(container: Any) -> Any:
+    kind = _kind_of(container)
+    if issubclass(kind, dict):
+        return dict(kind.items(container))
+    return set(container) if kind is set else list(kind.__iter__(container))
+
+
 def _fill(container: Any, entries: Any) -> None:
-    """Not by the methods of a subclass, which may forbid it."""
     if is_array(container):
         container[...] = entries
         return
-    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind = _kind_of(container)
     kind.clear(container)
     (kind.extend if hasattr(kind, "extend") else kind.update)(container, entries)
 
@@ -273,8 +304,8 @@ class Variables:
         spaces += [space for one in objects for space in _of_object(one)]
         spaces += map(_of_class, self._new(filter(is_of_user, kinds)))
         spaces += _around(self._new(held.functions))
-        self._spaces += [space for space in spaces if space.names() or space.owner is None]
-        direct = {id(space.read(name)) for space in self._spaces for name in space.names()}
+        self._spaces += [space for space in spaces if space.only is None or space.items()]
+        direct = {id(value) for space in self._spaces for _, value in space.items()}
         if inner := self._new(one for one in held.containers if id(one) not in direct):
             self._spaces.append(
                 Namespace("a container that the step holds", dict(enumerate(inner)))
@@ -286,8 +317,8 @@ class Variables:
         self._known.update((id(one), one) for one in new)
         return new
 
-    def grow(self, states: VariableStates, keys: Iterable[VariableKey]) -> bool:
-        """Looks for more variables in what some variables hold; whether there are any."""
+    def grow(self, states: VariableStates, keys: Iterable[VariableKey]) -> VariableStates:
+        """Looks for more variables in what some variables hold; what those are now."""
         count = len(self._spaces)
         for value in [states[key].value for key in keys if key in states]:
             held_by = value if isinstance(value, _CONTAINERS) else [value]
@@ -295,32 +326,44 @@ class Variables:
             if not all(isinstance(one, _LEAVES) for one in inner):
                 held = held_modules(value)
                 self._add([m for module in held.modules for m in module.modules()], held)
-        return len(self._spaces) > count
+        return self.values(first=count)
 
-    def values(self, last: VariableStates | None = None) -> VariableStates:
-        """What variables are now. ``last``: what they were."""
-        last = last or {}
-        return {
-            (i, name): VariableState.of(space.read(name), last.get((i, name)))
-            for i, space in enumerate(self._spaces)
-            for name in space.names()
-        }
+    def values(self, last: VariableStates | None = None, first: int = 0) -> VariableStates:
+        """What variables are now.
+
+        Args:
+            last: What they were.
+            first: The first namespace that counts.
+        """
+        states: VariableStates = {}
+        with torch._C.DisableTorchFunction():  # asking is quick, whatever modes are around
+            for i, space in enumerate(self._spaces[first:], first):
+                for name, value in space.items():
+                    key = i, name
+                    state = last.get(key) if last else None
+                    if state is None or state.value is not value or state.may_have_changed():
+                        state = VariableState.of(value, state)
+                    states[key] = state
+        return states
 
     def name(self, key: VariableKey) -> str:
         """How errors call a variable."""
         return self._spaces[key[0]].name.format(key[1])
 
-    def buffers(self, states: VariableStates) -> dict[int, Tensor]:
-        """Those of modules, by id."""
-        return {
-            id(state.value): state.value
-            for key, state in states.items()
-            if self._spaces[key[0]].holds == "buffers" and isinstance(state.value, Tensor)
-        }
+    def copied(self, states: VariableStates, all_small: bool) -> dict[int, Tensor]:
+        """Tensors that steps may write in place, by id: buffers of modules.
 
-    def are_parameters(self, key: VariableKey) -> bool:
-        """Whether torch.nn knows the variable as a parameter."""
-        return self._spaces[key[0]].holds == "parameters"
+        Args:
+            all_small: Other small ones without gradient, too.
+        """
+        found = {}
+        for key, state in states.items():
+            tensor, holds = state.value, self._spaces[key[0]].holds
+            if isinstance(tensor, Tensor) and holds != "parameters":
+                is_small = all_small and not tensor.requires_grad and tensor.numel() <= MOST_NUMBERS
+                if holds == "buffers" or is_small:
+                    found[id(tensor)] = tensor
+        return found
 
     @contextmanager
     def exchanged(self, then: VariableStates) -> Iterator[None]:

@@ -12,17 +12,23 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.weak import TensorWeakRef
 
 from .._step.unusual_tensors import PLAIN
-from .python_variables import Variables, VariableState, VariableStates, versions_of
-
-_MOST_STATISTICS = 2**20
-"""Numbers of a buffer that is looked at: larger ones hold data, which is written with a version."""
+from .python_variables import MOST_NUMBERS, Variables, VariableState, VariableStates, versions_of
 
 
 class _InGraph:
     """A tensor of a graph, whose numbers alone are kept: the graph may be that of earlier calls."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.id, self.numbers = id(tensor), tensor.detach()
+        self.id, self._numbers, self._version = id(tensor), tensor.detach(), versions_of([tensor])
+
+    def tensor(self) -> Tensor:
+        """Of a graph that ends here."""
+        if versions_of([self._numbers]) != self._version:
+            raise RuntimeError(
+                f"fusedrnn: a tensor of shape {tuple(self._numbers.shape)} that the step reads has "
+                "been changed in place between forward and backward"
+            )
+        return self._numbers.detach().requires_grad_().clone()
 
 
 class _Weight:
@@ -47,13 +53,16 @@ _Placeholder = (_InGraph, _Weight)
 class Before:
     """What variables were before a chunk of steps."""
 
-    def __init__(self, states: VariableStates, contents: dict[int, Tensor]) -> None:
+    def __init__(
+        self, states: VariableStates, contents: dict[int, Tensor], copies: dict[int, _Copy]
+    ) -> None:
         """
         Args:
             states: With placeholders for what is not kept here.
-            contents: Numbers of buffers that steps write in place, by id.
+            contents: Numbers of tensors that steps write in place, by id.
+            copies: Of what might be written meanwhile, by id.
         """
-        self._states, self.contents = states, contents
+        self.states_then, self.contents, self._copies = states, contents, copies
 
     def states(self, weights: Sequence[Tensor]) -> VariableStates:
         """Of that time, for steps to read and to write: buffers are copies.
@@ -69,9 +78,11 @@ class Before:
                 if known in self.contents:
                     made[known] = self.contents[known].clone(), True
                 elif isinstance(leaf, _InGraph):
-                    made[known] = leaf.numbers.detach().requires_grad_().clone(), True
+                    made[known] = leaf.tensor(), True
                 elif isinstance(leaf, _Weight):
                     made[known] = leaf.tensor(weights[leaf.number])
+                elif known in self._copies and self._copies[known].differs():
+                    made[known] = self._copies[known].numbers.clone(), True
                 else:
                     return leaf, False
             return made[known]
@@ -85,8 +96,27 @@ class Before:
 
         with torch.enable_grad():
             return {
-                key: of(state) if state.tensors else state for key, state in self._states.items()
+                key: of(state) if state.tensors else state
+                for key, state in self.states_then.items()
             }
+
+
+class _Copy:
+    """Of a tensor before any step has written it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.numbers = tensor, tensor.detach().clone()
+        self._version = versions_of([tensor])
+
+    def differs(self) -> bool:
+        """Whether it has been written since; batch norm does so without a version."""
+        if versions_of([self.tensor]) != self._version:
+            return True
+        try:
+            is_small = self.tensor.numel() <= MOST_NUMBERS
+            return is_small and not torch.equal(self.tensor, self.numbers)
+        except (RuntimeError, TypeError, AttributeError):  # as of sparse ones
+            return False
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
@@ -107,63 +137,62 @@ class Changes:
         self._variables = variables
         self._weights = {id(tensor): _Weight(tensor, i) for i, tensor in enumerate(weights)}
         self._now = self._first = variables.values()
-        self._kept = self._with_placeholders()
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers by id, and what they were before any step has written them."""
+        self._kept = self._with_placeholders(self._now)
+        self._copies: dict[int, _Copy] = {}
+        """By id: of buffers, and other small tensors."""
         self._written: set[int] = set()
         self._befores: list[Before] = []
-        self._copy_buffers()
+        self._copy(all_small=True)
 
     def before(self) -> Before:
         """What is so before the next chunk."""
-        contents = {i: self._copies[i][0].detach().clone() for i in self._written}
-        self._befores.append(Before(self._kept, contents))
+        contents = {i: self._copies[i].tensor.detach().clone() for i in self._written}
+        self._befores.append(Before(self._kept, contents, self._copies))
         return self._befores[-1]
 
     def note(self) -> None:
         """Sees what a chunk has changed.
 
         Raises:
-            RuntimeError: It has written a tensor in place that is no buffer.
+            RuntimeError: It has written a tensor in place of which there is no copy.
         """
         for key, state in self._now.items():
-            if not state.versions or self._variables.are_parameters(key):
-                continue
-            now = versions_of(state.tensors)
-            if now == state.versions:
+            if not state.versions or (now := versions_of(state.tensors)) == state.versions:
                 continue
             for tensor, new, old in zip(state.tensors, now, state.versions, strict=True):
                 if new != old and id(tensor) not in self._copies:
                     raise RuntimeError(
                         f"fusedrnn: the step changes the tensor in {self._variables.name(key)} in "
                         "place, so backward cannot recompute the step from its old values; make "
-                        "it a buffer, or assign a new tensor"
+                        "it a buffer, assign a new tensor, or pass recompute=False"
                     )
                 if new != old:
                     self._written.add(id(tensor))
-        self._written |= self._written_without_version()
+        self._written |= self._found_written()
         states = self._variables.values(self._now)
         if changed := self._variables.other(states, self._now):
-            grows = self._variables.grow(states, changed)
-            self._now = self._variables.values(states) if grows else states
-            self._kept = self._with_placeholders()
-            self._copy_buffers()
+            found = self._variables.grow(states, changed)  # as far as is known they were so before
+            self._now, kept = {**states, **found}, self._with_placeholders(found)
+            for earlier in (self._first, *(before.states_then for before in self._befores)):
+                earlier.update(found if earlier is self._first else kept)
+            self._kept = self._with_placeholders(self._now)
+            self._copy()
 
     def end(self) -> None:
         """All steps have been taken: what was written late was before as at first."""
         for before in self._befores:
             for i in self._written:
-                before.contents.setdefault(i, self._copies[i][1])
+                before.contents.setdefault(i, self._copies[i].numbers)
 
     def undo(self) -> None:
         """Gives all variables and buffers what they had at first."""
         self._variables.put_back(self._first)
-        for i in self._written | self._written_without_version():
-            buffer, copy = self._copies[i]
-            with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
-                buffer.copy_(copy)
+        for i in self._written | self._found_written():
+            copy = self._copies[i]
+            with torch.no_grad(), _unsafe_preserve_version_counter(copy.tensor):
+                copy.tensor.copy_(copy.numbers)
 
-    def _with_placeholders(self) -> VariableStates:
+    def _with_placeholders(self, states: VariableStates) -> VariableStates:
         def of(tensor: Tensor) -> Any:
             if id(tensor) in self._weights:
                 return self._weights[id(tensor)]
@@ -171,18 +200,16 @@ class Changes:
 
         return {
             key: state.mapped(of, Tensor) if state.tensors else state
-            for key, state in self._now.items()
+            for key, state in states.items()
         }
 
-    def _written_without_version(self) -> set[int]:
-        """As batch norm writes its statistics."""
-        copies = self._copies.items()
-        return {i for i, both in copies if i not in self._written and _differ(*both)}
+    def _found_written(self) -> set[int]:
+        return {i for i, one in self._copies.items() if i not in self._written and one.differs()}
 
-    def _copy_buffers(self) -> None:
-        for i, buffer in self._variables.buffers(self._now).items():
+    def _copy(self, all_small: bool = False) -> None:
+        for i, tensor in self._variables.copied(self._now, all_small).items():
             if i not in self._copies:
-                self._copies[i] = buffer, buffer.detach().clone()
+                self._copies[i] = _Copy(tensor)
 
 
 @contextmanager
@@ -193,10 +220,3 @@ def aside(variables: Variables) -> Iterator[None]:
         yield
     finally:
         changes.undo()
-
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    try:
-        return a.numel() <= _MOST_STATISTICS and not torch.equal(a, b)
-    except (RuntimeError, TypeError, AttributeError):  # sparse ones and the like are not compared
-        return False

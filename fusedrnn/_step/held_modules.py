@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
@@ -25,7 +26,7 @@ _LONGEST = 1000
 """Containers with more elements hold data, no modules."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SKIPPED = (*_PLAIN, type, ModuleType)
+_SKIPPED: tuple[Any, ...] = (*_PLAIN, type, ModuleType, *weakref.ProxyTypes)
 
 
 class Held(NamedTuple):
@@ -35,8 +36,8 @@ class Held(NamedTuple):
     """Also those that a module has in a list or in an object, where torch does not find them."""
     functions: list[FunctionType]
     """But those of torch."""
-    parameters: list[nn.Parameter]
-    """That are held by themselves, not by their modules."""
+    parameters: list[Tensor]
+    """That are held by themselves, not by their modules; and others that have gradients."""
     objects: list[Any]
     """Others that have attributes."""
     containers: list[Any]
@@ -59,7 +60,8 @@ def held_modules(step: Any) -> Held:
             continue
         seen.add(id(value))  # of what somebody holds: other ids would come again
         if isinstance(value, Tensor):
-            held.parameters.extend([value] if isinstance(value, nn.Parameter) else [])
+            is_weight = isinstance(value, nn.Parameter) or (value.requires_grad and value.is_leaf)
+            held.parameters.extend([value] if is_weight else [])
             continue
         inner: Collection[Any]
         if isinstance(value, nn.Module):
@@ -126,8 +128,8 @@ def _hidden_in(module: nn.Module) -> list[Any]:
             if name not in of_torch and type(value) not in _PLAIN
         ]
         found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
-        if is_of_user(type(one)):
-            found.append(type(one).forward)
+        for kind in filter(is_of_user, type(one).__mro__):
+            found += [value for value in vars(kind).values() if isinstance(value, FunctionType)]
     return found
 
 

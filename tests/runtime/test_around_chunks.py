@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,6 +90,66 @@ def test_hooks_of_saved_tensors_have_the_weights() -> None:
         loss.backward()
 
 
+class Reads(nn.Module):
+    """At some steps alone, what somebody changes before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.part, self.table = linear(H), linear(H), torch.ones(T, 1, dtype=F64)
+        self.register_buffer("scale", torch.ones(H, dtype=F64))
+
+    def forward(self, x: Tensor, state: Any) -> Any:
+        h, count = state
+        h = torch.tanh(self.linear(x) + h * self.scale)
+        read = self.part(h) * self.table[count[0]] * (count < 3)[:, None]
+        return read.square(), (h, count + 1)
+
+
+def replace_data(cell: Any) -> None:
+    cell.linear.weight.data = cell.linear.weight.data * 2
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a buffer": lambda cell: cell.scale.mul_(1 + 1e-9),
+    "a tensor": lambda cell: cell.table[1::3].mul_(5.0),
+    "a part": lambda cell: setattr(cell, "part", nn.Identity()),
+    "another buffer": lambda cell: setattr(cell, "scale", torch.zeros(H, dtype=F64)),
+    "data of a weight": replace_data,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changes_before_backward(change: Callable[[Any], Any]) -> None:
+    """Backward has what was there in forward; afterwards what has come since is there."""
+    cell, x = Reads(), double(T, B, H)
+    y, _ = never(cell)(x, (START, torch.zeros(B, dtype=torch.int64)))
+    leaves = [x, *cell.linear.parameters()]
+    expected = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    change(cell)
+    now = {**dict(cell.named_buffers()), **vars(cell)}
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), leaves), expected))
+    assert all(value is now[name] for name, value in vars(cell).items())
+
+
+def test_a_closed_over_tensor_with_gradient_that_changes() -> None:
+    weight, x = double(H, H), double(T, B, H)
+    step = lambda h, x: (torch.tanh(h @ weight + x), h)  # noqa: E731
+    _, y = fusedrnn.scan(step, START, x, compile="never")
+    with torch.no_grad():
+        weight.mul_(1 + 1e-9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_batched_gradients_by_torch_func() -> None:
+    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
+    y, directions = never(cell)(x, START)[0], torch.randn(2, T, B, H, dtype=F64)
+    take = lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0]  # noqa: E731
+    torch.testing.assert_close(
+        torch.func.vmap(take)(directions), torch.stack([*map(take, directions)])
+    )
+
+
 def test_within_a_checkpoint() -> None:
     cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
     rnn = never(cell)
@@ -147,7 +208,7 @@ def slope(c: Any, x: Tensor, h: Tensor) -> Tensor:
 
 def slope_through_all(c: Any, x: Tensor, h: Tensor) -> Tensor:
     h = torch.tanh(c.linear(h) + x)
-    return h - torch.autograd.grad(h.sum(), c.linear.weight, create_graph=True)[0].sum()
+    return h - torch.autograd.grad(h.sum(), c.linear.weight, retain_graph=True)[0].sum()
 
 
 def slope_by_torch_func(c: Any, x: Tensor, h: Tensor) -> Tensor:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recurrent.loops import F64, double, loss_of, plain_loop
 from torch import Tensor, nn
 
 import fusedrnn
+from fusedrnn._runtime import python_variables
 
 pytestmark = pytest.mark.usefixtures("steps_in_python")
 
@@ -21,11 +23,21 @@ Run = Callable[[Tensor, Tensor], Any]
 
 
 class Object:
-    count = 0
+    count = total = 0
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 COUNTS = [0]
 """Of this Python module."""
+
+
+ticks = 0
 
 
 class Cell(nn.Module):
@@ -50,7 +62,13 @@ class Cell(nn.Module):
         """Of the attributes now."""
         names = [name for name in ("times", *self.attributes) if name in vars(self)]
         values = {name: getattr(self, name) for name in names}
-        return {n: vars(v) if isinstance(v, Object) else v for n, v in values.items()}
+        objects = (Object, Slots)
+        return {n: v.count if isinstance(v, objects) else v for n, v in values.items()}
+
+    def tick(self) -> int:
+        global ticks
+        ticks = ticks % SEQ_LEN + 1  # the same again after each call
+        return ticks
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
         return torch.tanh(self.linear(self.change(self, h)) + x)
@@ -77,6 +95,14 @@ def check_both(cell: Cell, found: Callable[[Run], Any], **options: Any) -> None:
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10, check_stride=False)
 
 
+class Memory(deque[int]):
+    def __init__(self, size: int) -> None:
+        super().__init__(maxlen=size)
+
+    def __deepcopy__(self, memo: Any) -> Memory:
+        return Memory(5)
+
+
 # What a step changes
 
 
@@ -86,6 +112,7 @@ def cut(h: Tensor, count: int) -> Tensor:
 
 TRUNCATED = "cell.count += 1; h = cut(h, cell.count)"
 GROWN = "cell.seen.append(len(cell.seen)); h = h * (1 + 0.1 * len(cell.seen))"
+APPENDED = "cell.seen.append(cell.seen[-1] + 1); h = cut(h, cell.seen[-1])"
 BY_KEY = """cell.seen["steps"] = cell.seen.get("steps", 0) + 1
 h = h * (1 + 0.1 * cell.seen["steps"])"""
 IN_A_DICT = """counts = cell.seen["steps"][0]
@@ -110,6 +137,25 @@ CHANGES: dict[str, Any] = {
     "in containers": (IN_A_DICT, {"seen": {"steps": [{"count": 0}]}}),
     "in an object": ("cell.seen.count += 1; h = cut(h, cell.seen.count)", {"seen": Object()}),
     "around the function": (AROUND, {}),
+    "around a method": ("h = cut(h, cell.tick())", {}),
+    "of a class": (
+        "kind = type(cell.seen); kind.total = kind.total % SEQ_LEN + 1; h = cut(h, kind.total)",
+        {"seen": Object()},
+    ),
+    "in slots": ("cell.seen.count += 1; h = cut(h, cell.seen.count)", {"seen": Slots()}),
+    "in an array": ("cell.seen[0] += 1; h = cut(h, cell.seen[0])", {"seen": np.zeros(1)}),
+    "in an object that a step makes": (
+        "cell.seen = cell.seen or Object(); cell.seen.count += 1; h = cut(h, cell.seen.count)",
+        {"seen": None},
+    ),
+    "in a list that a step makes": (
+        "cell.seen['n'].append(1); h = cut(h, len(cell.seen['n']))",
+        {"seen": defaultdict(list)},
+    ),
+    "a list that gets long": (APPENDED, {"seen": [0] * 995}),
+    "a long list": (APPENDED, {"seen": [0] * 2000}),
+    "a long deque": (APPENDED, {"seen": deque([0] * 2000, 2000)}),
+    "a deque of a class of its own": (GROWN, {"seen": Memory(5)}),
     "a count that decides about gradients alone": (TRUNCATED, {"count": 0}),
     "a list": (GROWN, {"seen": []}),
     "a deque": (GROWN, {"seen": deque()}),
@@ -306,11 +352,45 @@ def test_buffers_that_steps_write(change: str, chunk_size: int | None) -> None:
     check_both(cell, results, chunk_size=chunk_size)
 
 
-def test_a_tensor_that_is_written_in_place() -> None:
-    change = "cell.mean.add_(h.detach().mean(0)); h = h + cell.mean"
-    cell, (x, h) = Cell(change, mean=torch.zeros(H, dtype=F64)), given()
+WRITTEN = "cell.mean.add_(h.detach().mean(0)); h = h + cell.mean"
+
+
+def test_a_tensor_that_is_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one may be; of a large one, or of a parameter, there is no copy."""
+    cell, (x, h) = Cell(WRITTEN, mean=torch.zeros(H, dtype=F64)), given()
+
+    def results(run: Run) -> Any:
+        output, _ = run(x, h)
+        return output, torch.autograd.grad(output.sum(), [x, h]), cell.mean
+
+    check_both(cell, results)
+    monkeypatch.setattr(python_variables, "MOST_NUMBERS", H - 1)
     rnn = fusedrnn.Recurrent(cell)
     with pytest.raises(RuntimeError, match="the tensor in the attribute 'mean' of Cell in place"):
         rnn(x, h)
     with torch.no_grad():
         rnn(x, h)
+    cell = Cell(lambda cell, h: h + cell.mean.add_(h.detach().mean(0)))
+    cell.mean = nn.Parameter(torch.zeros(H, dtype=F64), requires_grad=False)
+    with pytest.raises(RuntimeError, match="in the parameter 'mean' of Cell in place"):
+        fusedrnn.Recurrent(cell)(x, h)
+
+
+def test_a_part_that_a_step_makes() -> None:
+    def made(cell: Any, h: Tensor) -> Tensor:
+        if cell.part is None:
+            cell.part = nn.Linear(H, H, dtype=F64)
+        return cell.part(h)
+
+    cell, (x, h) = Cell(made), given()
+
+    def results(run: Run) -> Any:
+        cell.part = None
+        torch.manual_seed(0)
+        output, _ = run(x, h)
+        part = cell.part
+        output.sum().backward()
+        assert cell.part is part
+        return output, [weight.grad for weight in part.parameters()]
+
+    check_both(cell, results)
