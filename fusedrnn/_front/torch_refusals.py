@@ -67,9 +67,10 @@ _WAYS_OUT = [
     ),
     (
         r"the step changes cell\.(?P<name>\w+)(?: |$)",
-        "make what later steps read the state, here {name}: def forward(self, x, {name}), which "
-        "ends with return output, {name}, and def initial_state(self, batch), which returns its "
-        "start; return what the step only collects as an output",
+        "make what later steps read a part of the state: def forward(self, x, state) begins with "
+        "h, {name} = state and ends with return output, (h, {name}), and initial_state(self, "
+        "batch) returns the start of both, tensors with a row for each sequence; return what the "
+        "step only collects as an output",
     ),
     (
         r"the step changes (?!a tensor)",

@@ -47,16 +47,17 @@ def explanation(call: LayersCall) -> Explanation:
         if outputs:
             leaves, structure = joined(layer, outputs, has_steps=True)
             names = structure.names(f"output of layer {layer}")
-    first = parts[0]
-
-    def different(name: str) -> str:
-        return "; ".join(dict.fromkeys(getattr(part, name) for part in parts))
+    least = min(parts, key=lambda part: part.chunk_steps)
+    in_python = [part.program for part in parts if not part.is_compiled]
+    program = "; ".join(dict.fromkeys(in_python or [part.program for part in parts]))
+    if 0 < len(in_python) < len(parts):
+        program += f" ({len(parts) - len(in_python)} of {len(parts)} cells are compiled)"
 
     return Explanation(
-        is_compiled=all(part.is_compiled for part in parts),
-        program=different("program"),
-        chunk_steps=min(part.chunk_steps for part in parts),
-        chunk_reason=first.chunk_reason,
+        is_compiled=not in_python,
+        program=program,
+        chunk_steps=least.chunk_steps,
+        chunk_reason=least.chunk_reason,
         step_bytes=max(part.step_bytes for part in parts),
         kept_bytes_per_step=sum(part.kept_bytes_per_step for part in parts),
         workspace_bytes=max(part.workspace_bytes for part in parts),
