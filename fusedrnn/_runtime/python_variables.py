@@ -8,10 +8,8 @@ again, so it must find everything as it was, and leave everything as it found it
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,120 +18,24 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from .._step.held_modules import Held, held_modules, is_array, is_of_user, names_in, slots_of
-from .._step.replicas import names_of_torch
+from .._step.held_modules import Held, held_modules, is_array, is_of_user
+from .variable_places import (
+    CONTAINERS,
+    MISSING,
+    VALUES,
+    Namespace,
+    around,
+    of_class,
+    of_module,
+    of_object,
+)
 
 _MOST_ENTRIES = 1000
 """Of a container that is looked into: of longer ones the length and the ends are."""
 MOST_NUMBERS = 2**20
 """Of a tensor that is no buffer, or an array of NumPy, that is copied: larger ones hold data."""
-_MISSING = object()
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
-_LEAVES = (*_VALUES, Tensor)
-_CONSTANT = (ModuleType, type, FunctionType, BuiltinFunctionType)
-"""What names of a Python module stand for that no step binds anew."""
-_CONTAINERS = (list, deque, OrderedDict, dict, set)
+_LEAVES = (*VALUES, Tensor)
 _WITHOUT_VARIABLES = (torch.jit.ScriptModule, LazyModuleMixin)
-
-
-class Namespace(NamedTuple):
-    """Where variables are: a module, the variables around a function, or those of its file."""
-
-    name: str
-    """How errors call a variable of it, with a place for the variable's name."""
-    variables: dict[Any, Any]
-    """Variables by name, or the cells that hold them."""
-    only: Sequence[str] | None = None
-    """The names that count; None for all that a user may have given."""
-    without: frozenset[str] = frozenset()
-    """Others that do not count."""
-    holds: str = "attributes"
-    """Or "parameters", "buffers" or "modules" of a module."""
-    owner: Any = None
-    """Of attributes that are in no dict: an object with ``__slots__``, or a class."""
-
-    def items(self) -> list[tuple[Any, Any]]:
-        """Names and values; a class or an object with ``__slots__`` may lack one."""
-        if self.only is not None:
-            is_all = self.owner is not None
-            names = [name for name in self.only if is_all or name in self.variables]
-            return [(name, self.read(name)) for name in names]
-        if self.holds != "attributes":
-            return list(self.variables.items())
-        without = self.without
-        return [
-            item
-            for item in list(self.variables.items())
-            if item[0] not in without and not str(item[0]).startswith("_fusedrnn_")
-        ]
-
-    def read(self, name: str) -> Any:
-        if self.owner is not None:
-            return getattr(self.owner, name, _MISSING)
-        value = self.variables.get(name, _MISSING)
-        if isinstance(value, CellType):
-            try:
-                return value.cell_contents
-            except ValueError:  # not yet assigned
-                return _MISSING
-        return value
-
-    def write(self, name: str, value: Any) -> None:
-        if self.owner is not None:
-            return (
-                delattr(self.owner, name) if value is _MISSING else setattr(self.owner, name, value)
-            )
-        old = self.variables.get(name)
-        if isinstance(old, CellType):
-            if value is _MISSING:
-                del old.cell_contents
-            else:
-                old.cell_contents = value
-        elif value is _MISSING:
-            self.variables.pop(name, None)
-        else:
-            self.variables[name] = value
-
-
-def _of_module(module: nn.Module) -> list[Namespace]:
-    kind = type(module).__name__
-    attributes, torchs = vars(module), names_of_torch(module)
-    return [
-        Namespace(f"the attribute {{!r}} of {kind}", attributes, None, torchs - {"training"}),
-        Namespace(f"the parameter {{!r}} of {kind}", module._parameters, holds="parameters"),
-        Namespace(f"the buffer {{!r}} of {kind}", module._buffers, holds="buffers"),
-        Namespace(f"the part {{!r}} of {kind}", module._modules, holds="modules"),
-    ]
-
-
-def _of_object(one: Any) -> list[Namespace]:
-    name = f"the attribute {{!r}} of a {type(one).__name__}"
-    in_slots = Namespace(name, {}, slots_of(one), owner=one)
-    return [Namespace(name, vars(one)), in_slots] if hasattr(one, "__dict__") else [in_slots]
-
-
-def _of_class(kind: type) -> Namespace:
-    names = [
-        name
-        for name, value in vars(kind).items()
-        if isinstance(value, (*_VALUES, *_CONTAINERS, Tensor)) and not name.startswith("__")
-    ]
-    return Namespace(f"the attribute {{!r}} of the class {kind.__name__}", {}, names, owner=kind)
-
-
-def _around(functions: Iterable[FunctionType]) -> Iterator[Namespace]:
-    """The variables around functions, those of their Python modules that they name, and theirs."""
-    for function in functions:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        around = function.__globals__
-        names = [
-            name
-            for name in sorted(names_in(function.__code__))  # the same order in each process
-            if not isinstance(around.get(name), _CONSTANT)
-        ]
-        yield Namespace("the variable {!r}", cells, tuple(cells))
-        yield Namespace("the variable {!r}", around, names)
-        yield Namespace(f"the attribute {{!r}} of {function.__name__}", vars(function))
 
 
 T = TypeVar("T")
@@ -156,13 +58,13 @@ class VariableState(NamedTuple):
     @classmethod
     def of(cls, value: Any, last: VariableState | None = None) -> VariableState:
         """``last``: what it was, which is kept of a long container."""
-        if isinstance(value, (*_VALUES, nn.Module)):
+        if isinstance(value, (*VALUES, nn.Module)):
             return cls(value, None)
         if isinstance(value, Tensor):
             return cls(value, None, (value,), versions_of((value,)))
         if is_array(value):
             return cls(value, value.copy() if value.size <= MOST_NUMBERS else None)
-        is_container, ends = isinstance(value, _CONTAINERS), None
+        is_container, ends = isinstance(value, CONTAINERS), None
         if is_container and len(value) > _MOST_ENTRIES:
             last_entry = None if isinstance(value, set) else next(reversed(value))
             ends = len(value), id(next(iter(value))), id(last_entry)
@@ -237,7 +139,7 @@ class VariableState(NamedTuple):
 
 def _kind_of(container: Any) -> Any:
     """Whose methods are called, not those of a subclass, which may forbid it."""
-    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    return next(kind for kind in CONTAINERS if isinstance(container, kind))
 
 
 def _copy_of(container: Any) -> Any:
@@ -271,7 +173,7 @@ def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b)
+    return a is b or (type(a) is type(b) and isinstance(a, VALUES) and a == b)
 
 
 VariableKey = tuple[int, str]
@@ -299,11 +201,11 @@ class Variables:
             for module in modules
             if not isinstance(module, _WITHOUT_VARIABLES)
             and not str(type(module).__module__).startswith(("fusedrnn.", "torch._dynamo"))
-            for space in _of_module(module)
+            for space in of_module(module)
         ]
-        spaces += [space for one in objects for space in _of_object(one)]
-        spaces += map(_of_class, self._new(filter(is_of_user, kinds)))
-        spaces += _around(self._new(held.functions))
+        spaces += [space for one in objects for space in of_object(one)]
+        spaces += map(of_class, self._new(filter(is_of_user, kinds)))
+        spaces += around(self._new(held.functions))
         self._spaces += [space for space in spaces if space.only is None or space.items()]
         direct = {id(value) for space in self._spaces for _, value in space.items()}
         if inner := self._new(one for one in held.containers if id(one) not in direct):
@@ -321,7 +223,7 @@ class Variables:
         """Looks for more variables in what some variables hold; what those are now."""
         count = len(self._spaces)
         for value in [states[key].value for key in keys if key in states]:
-            held_by = value if isinstance(value, _CONTAINERS) else [value]
+            held_by = value if isinstance(value, CONTAINERS) else [value]
             inner = held_by.values() if isinstance(held_by, dict) else held_by
             if not all(isinstance(one, _LEAVES) for one in inner):
                 held = held_modules(value)
@@ -394,4 +296,4 @@ class Variables:
         return [key for key in keys if not now.get(key, _NOTHING).is_same(then.get(key, _NOTHING))]
 
 
-_NOTHING = VariableState.of(_MISSING)
+_NOTHING = VariableState.of(MISSING)

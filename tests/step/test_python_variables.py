@@ -1,4 +1,7 @@
-"""What a step changes in Python, and what it keeps there: counters, lists and tensors."""
+"""What a step changes in Python, and what it keeps there: counters, lists and tensors.
+
+Longer than 350 lines, because it is one list of such changes.
+"""
 
 from __future__ import annotations
 
