@@ -38,6 +38,7 @@ _SAID = [
     ),
     (r"__build_class__|LOAD_BUILD_CLASS", "it defines a class"),
     (r"wrap sparse Tensor", "it uses a sparse tensor"),
+    (r"guard on TempLocalSource", "it keeps a tensor in an object that it makes"),
     (r"quantized nyi", "it uses a quantized tensor"),
     (r"^logging\.Logger", "it calls a logger"),
     (r"^torch\.\* op returned non-Tensor", "it calls a torch function that returns no tensor"),
@@ -110,6 +111,7 @@ def reason_of(error: BaseException) -> str:
 
 def _in_its_words(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("backend=")]  # which says what follows
     explained = [line[13:] for line in lines if line.startswith("Explanation: ")]
     said = (explained or lines or [""])[0]
     said = re.sub(r" \(e\.g\. [^)]*\)", "", re.sub(r"^(?:Dynamo|torch\.compile) ", "it ", said))

@@ -18,6 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from random import Random, choice
 from time import perf_counter
 from types import SimpleNamespace
@@ -138,6 +139,21 @@ def test_what_torch_compile_fails_at() -> None:
     )
     assert "torch.compile cannot trace this step" in reason
     assert reason.endswith(")") and "(test_refusals.py:" in reason
+
+
+def test_what_torch_compile_calls_a_fault_of_its_own() -> None:
+    class Keeping(Cell):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            self.kept = Kept(h.detach())
+            return super().forward(x, h)
+
+    reason = refused(Keeping(lambda h, x: h + x), torch.randn(3, 2, H), torch.zeros(2, H))
+    assert reason.endswith("cannot trace this step: it keeps a tensor in an object that it makes")
+
+
+@dataclass(frozen=True)
+class Kept:
+    tensor: Tensor
 
 
 @pytest.mark.parametrize("of", ["a tensor", "a node", "a function"])
