@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -54,7 +55,13 @@ def held_modules(step: Any) -> Held:
 
     # No function that calls itself: that is a cycle, which would keep all this until gc runs.
     waiting: list[tuple[Any, int]] = [(step, 0)]
-    while waiting:
+    names, methods = {"forward"}, dict[str, list[FunctionType]]()
+    while True:
+        if not waiting:  # methods that functions name
+            for name in sorted(names & methods.keys()):
+                waiting += [(method, _DEEPEST - 1) for method in methods.pop(name)]
+        if not waiting:
+            break
         value, depth = waiting.pop()
         if id(value) in seen or isinstance(value, _SKIPPED) or len(seen) > _MOST:
             continue
@@ -67,6 +74,9 @@ def held_modules(step: Any) -> Held:
         if isinstance(value, nn.Module):
             modules[value] = None
             inner, depth = _hidden_in(value), _DEEPEST - 1
+            for kind in dict.fromkeys(map(type, value.modules())):
+                for name, method in _methods_of(kind):
+                    methods.setdefault(name, []).append(method)
         elif isinstance(value, MethodType):
             inner = (value.__self__, value.__func__)
         elif isinstance(value, BuiltinFunctionType):
@@ -77,6 +87,7 @@ def held_modules(step: Any) -> Held:
             if _is_of_torch(value):
                 continue
             held.functions.append(value)
+            names |= names_in(value.__code__)
             defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
             inner = (*_contents(value), *_globals_of(value), *defaults)
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
@@ -128,9 +139,16 @@ def _hidden_in(module: nn.Module) -> list[Any]:
             if name not in of_torch and type(value) not in _PLAIN
         ]
         found += [*one._forward_hooks.values(), *one._forward_pre_hooks.values()]
-        for kind in filter(is_of_user, type(one).__mro__):
-            found += [value for value in vars(kind).values() if isinstance(value, FunctionType)]
     return found
+
+
+def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Of a class of the user's, also those that a class above has by the same name."""
+    for one in filter(is_of_user, kind.__mro__):
+        for name, value in vars(one).items():
+            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            if isinstance(function, FunctionType):
+                yield name, function
 
 
 def _contents(function: FunctionType) -> list[Any]:
@@ -172,10 +190,8 @@ def slots_of(value: Any) -> list[str]:
     return [name for name in found if not name.startswith("__")]
 
 
-def names_in(code: CodeType) -> set[str]:
+@functools.lru_cache(2**12)
+def names_in(code: CodeType) -> frozenset[str]:
     """What a function and those within it may read from its Python module."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-    return names
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(code.co_names).union(*inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from .held_modules import Held, names_in
 
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-_names: dict[CodeType, frozenset[str]] = {}
 
 
 def uses_torchscript(held: Held, modules: Iterable[nn.Module]) -> bool:
@@ -58,9 +57,7 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 def _named_in(function: FunctionType) -> Iterator[Any]:
     """What a function reads from its file, and from modules that this names."""
-    names = _names.get(function.__code__)
-    if names is None:
-        names = _names[function.__code__] = frozenset(names_in(function.__code__))
+    names = names_in(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and _is_users_module(value):
