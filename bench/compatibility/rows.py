@@ -19,7 +19,7 @@ from .subjects import NOT_COMPILED, SUBJECTS, NotAvailable, Skipped, Slow, Subje
 WORKS, LOOP, ERROR, WRONG, SLOW = "works", "loop", "error", "wrong", "slow"
 NOT_AVAILABLE, SKIPPED = "n/a", "skipped"
 # How fusedrnn warns of steps in Python.
-_TAKES_LOOP = "run as a plain loop over the steps"
+_TAKES_LOOP = re.compile("run as a plain loop over the steps|take the steps in Python")
 Check = Callable[[Subject], None]
 
 
@@ -127,7 +127,7 @@ def _outcome(row: Row, subject: Subject) -> Outcome:
         return Outcome(ERROR, f"{type(error).__name__}: {_first_line(str(error))}")
     finally:
         torch._dynamo.reset()
-    return Outcome(LOOP if any(_TAKES_LOOP in str(one.message) for one in said) else WORKS)
+    return Outcome(LOOP if any(_TAKES_LOOP.search(str(one.message)) for one in said) else WORKS)
 
 
 def _first_line(text: str) -> str:

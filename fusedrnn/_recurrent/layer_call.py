@@ -132,6 +132,8 @@ class OneLayerCall:
     def _compiled(self) -> tuple[tuple[Any, Any] | None, str]:
         """The results by a program; or none, and why, if it is because of the step."""
         if why_no_program(self.settings):
+            if self.settings.compile != NEVER and not (is_compiling() or is_rewritten()):
+                warn("fusedrnn: forward-mode derivatives take the steps in Python")
             return None, ""
         compiling = self.memory.compiling
         if self.settings.compile == REQUIRE:
@@ -204,7 +206,7 @@ def why_no_program(settings: Settings) -> str:
     """Why a call takes its steps in Python, whatever they are; or nothing."""
     if settings.compile == NEVER:
         return "compile is 'never'"
-    return "" if is_alone() else "the call is within a transform of torch.func or a tracer"
+    return "" if is_alone() else "the call is within forward mode, torch.func or a tracer"
 
 
 @dataclass
