@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.weak import TensorWeakRef
 
+from .._step.generators import is_capturing
 from .._step.unusual_tensors import PLAIN
 from .python_variables import MOST_NUMBERS, Variables, VariableState, VariableStates, versions_of
 
@@ -112,6 +113,8 @@ class _Copy:
         """Whether it has been written since; batch norm does so without a version."""
         if versions_of([self.tensor]) != self._version:
             return True
+        if is_capturing(self.tensor.device):
+            return False
         try:
             is_small = self.tensor.numel() <= MOST_NUMBERS
             return is_small and not torch.equal(self.tensor, self.numbers)
