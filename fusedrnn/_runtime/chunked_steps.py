@@ -61,8 +61,6 @@ def take_all(
         else:
             state, outputs = takes.take(chunk, leaves)
         results.add(chunk.part, outputs)
-    if takes is not None:
-        takes.end()
     outputs = results.joined()
     # A step may return what it gets, and the same tensor twice: users may write to results.
     return outputs, tuple(leaf.clone() for leaf in state)
@@ -163,9 +161,6 @@ class _Checkpoints:
                     "fusedrnn: the step calls backward(), which has added to gradients, and is to "
                     "be taken again with its graph; pass recompute=False"
                 )
-
-    def end(self) -> None:
-        self._changes.end()
 
 
 class _Keep(torch.autograd.Function):

@@ -181,12 +181,6 @@ class Changes:
             self._kept = self._with_placeholders(self._now)
             self._copy()
 
-    def end(self) -> None:
-        """All steps have been taken: what was written late was before as at first."""
-        for before in self._befores:
-            for i in self._written:
-                before.contents.setdefault(i, self._copies[i].numbers)
-
     def undo(self) -> None:
         """Gives all variables and buffers what they had at first."""
         self._variables.put_back(self._first)
