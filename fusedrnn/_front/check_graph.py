@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._step.generators import global_generators, states_of
 from .._step.noise import Noise
@@ -87,7 +88,10 @@ def difference(
                     said = str(error).split("\n")[0][:200]
                     what = f"in a trial the step raises {type(error).__name__}: {said}"
                     raise CannotCompile(what) from error
-                return _ASKS
+                with _Drawn() as drawn:
+                    _results(by_graph, x, state, copies, needs_grad, True, False)
+                draws = f"the step draws by {drawn.name} from torch's own generator"
+                return draws if drawn.name else _ASKS
             else:
                 raise Busy("another thread changes the weights")
             if what := copies.changed(graph.names):
@@ -207,6 +211,24 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
     tolerance = _TOLERANCES.get(a.dtype, 0.05)
     scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (1 + scale), equal_nan=True)
+
+
+class _Drawn(TorchDispatchMode):
+    """Notes a function that draws from torch's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        has_own = any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+        is_draw = torch.Tag.nondeterministic_seeded in function.tags
+        if is_draw and not has_own and function.namespace == "aten":
+            self.name = f"aten.{function.overloadpacket.__name__}"
+        return function(*args, **kwargs)
 
 
 class _Copies(TorchFunctionMode):

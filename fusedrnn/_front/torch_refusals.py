@@ -11,9 +11,10 @@ from torch import fx
 
 from .._step.user_lines import in_brackets, last_line
 
+_DRAW_ELSEWHERE = "draw them before the call and pass them as an input, or draw by torch"
 _DRAWS = (
-    "random numbers in Python, which a compiled step would draw once for all steps: draw them "
-    "before the call and pass them as an input, or draw by torch"
+    "random numbers in Python, which a compiled step would draw once for all steps: "
+    f"{_DRAW_ELSEWHERE}"
 )
 _CANNOT = "torch.compile cannot trace this step"
 _MOST = 160
@@ -69,15 +70,21 @@ _WAYS_OUT = [
     (
         r"the step changes cell\.(?P<name>\w+)(?: |$)",
         "make what later steps read a part of the state: def forward(self, x, state) begins with "
-        "h, {name} = state and ends with return output, (h, {name}), and initial_state(self, "
-        "batch) returns the start of both, tensors with a row for each sequence; return what the "
-        "step only collects as an output",
+        "h, {name} = state, where h is the state of now, and ends with return output, (h, {name}); "
+        "initial_state(self, batch) returns the start of both, tensors with a row for each "
+        "sequence; return what the step only collects as an output",
     ),
     (
         r"the step changes (?!a tensor)",
         "return what the step collects as an output, and what it keeps or counts in the state",
     ),
     (r"it calls print\b", "return what it prints as an output of the step"),
+    (r"it calls Random\.", _DRAW_ELSEWHERE),
+    (
+        r"the step draws by aten\.",
+        "draw by torch.rand, randn, multinomial, dropout or others that docs/any-cells.md names",
+    ),
+    (r"has a forward hook", "remove the hook, or weight_norm of before torch 2.0, which is one"),
     (
         r"with a batch of \d+ the step raises",
         "make a tensor with a row for each sequence a part of the state",

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
 from .._front.torch_refusals import way_out
@@ -123,10 +125,11 @@ class OneLayerCall:
                 f"run as steps in Python, because {obstacle}"
             )
         elif is_news:
+            advice = " explain() says what would change that;" if way_out(obstacle) else ""
             warn(
                 f"fusedrnn: {name_of(step)}{place} is not compiled, because {obstacle}. Results "
-                "are those of a loop, in less memory but more time. explain() says what would "
-                "change that; compile='never' silences this warning"
+                f"are those of a loop, in less memory but more time.{advice} compile='never' "
+                "silences this warning"
             )
 
     def _compiled(self) -> tuple[tuple[Any, Any] | None, str]:
@@ -277,6 +280,8 @@ class StepsInPython:
             return "it runs TorchScript"
         if any(map(is_lazy, self.weights)):
             return "lazy modules get their weights"
+        if forward_ad._current_level >= 0 and hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):
+            return "torch 2.11 takes no forward derivatives through its checkpoints"
         return "it takes gradients itself" if self.memory.keeps_graph else ""
 
     @property

@@ -169,7 +169,10 @@ def scan(
     leaves, structure = flatten(inputs, "inputs")
     constants, constants_structure = flatten(params, "params")
     if not state_leaves:
-        raise ValueError("fusedrnn: state must have at least one tensor, got none")
+        raise ValueError(
+            "fusedrnn: state must have at least one tensor, got none; a step that needs no state "
+            "may get torch.zeros(batch, 1) and return it"
+        )
     names = Names(state_structure.names("state"), structure.names("inputs"))
     all_names = (*names.state, *names.input, *constants_structure.names("params"))
     device, given = state_leaves[0].device, (*state_leaves, *leaves, *constants)

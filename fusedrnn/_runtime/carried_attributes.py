@@ -50,8 +50,8 @@ def check_nothing_is_carried(
                         results.append(take(1, second))
                 if not all(map(_is_equal, *results)):
                     raise RuntimeError(
-                        f"fusedrnn: the step keeps a state in {variables.name(key)}, where reset, "
-                        f"reset_to and lengths of a reverse cell do not reach it{call.place}; take "
+                        f"fusedrnn: the step{call.place} keeps a state in {variables.name(key)}, "
+                        "where reset, reset_to and lengths of a reverse cell do not reach it; take "
                         "it as the state instead: forward(self, x, state), which returns (output, "
                         "state), and initial_state(self, batch)"
                     )

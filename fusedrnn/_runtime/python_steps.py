@@ -50,6 +50,16 @@ class Taken(NamedTuple):
     """Of the last step."""
 
 
+class Returned(NamedTuple):
+    """Outputs of a step, which no later one may write: they have not been copied yet."""
+
+    stop: int
+    """How many steps there were up to this one."""
+    time: int
+    outputs: Leaves
+    versions: tuple[int, ...]
+
+
 @dataclass
 class PythonSteps:
     """The steps of one layer and direction of a call."""
@@ -62,6 +72,8 @@ class PythonSteps:
     generators: Generators
     draws: bool = False
     """Whether each step draws from the call's seed. The first step of a call may."""
+    returned: Returned | None = None
+    """By the last step of the chunk before."""
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         call = self.call
@@ -89,11 +101,16 @@ class PythonSteps:
         noise.chunk(chunk.part.start, len(chunk.times), call.rows)
         steps = [chunk.in_order(part.unbind(0)) for part in parts]
         outputs: list[Leaves] = []
+        before = self.returned
+        returned = [before] if before is not None and before.stop == chunk.start else []
 
         def take(i: int, state: Leaves) -> Leaves:
             x = tuple([step[i] for step in steps])
-            state, y = take_step(self.step, call, noise, chunk.times[i], state, x, constants)
+            time = chunk.times[i]
+            state, y = take_step(self.step, call, noise, time, state, x, constants)
             outputs.append(y)
+            if call.returns_sequence or call.last is not None:
+                returned.append(Returned(chunk.start + i + 1, time, y, versions_of(y)))
             return state
 
         first = 0
@@ -105,6 +122,15 @@ class PythonSteps:
         with Watch(noise) if self.draws else nullcontext():
             for i in range(first, len(chunk.times)):
                 state = take(i, state)
+        for one in returned:
+            if versions_of(one.outputs) != one.versions:
+                raise RuntimeError(
+                    "fusedrnn: a step changes in place an output that the step at time "
+                    f"{one.time}{call.place} has returned; return a copy, made by .clone()"
+                )
+        if returned:  # not their graph, which would keep this object
+            detached = tuple([leaf.detach() for leaf in returned[-1].outputs])
+            self.returned = returned[-1]._replace(outputs=detached)
         kept = tuple(map(_without_rest, state))
         by_id = dict(zip(map(id, state), kept, strict=True))
         ends = tuple([by_id.get(id(leaf), leaf) for leaf in outputs[-1]])
@@ -147,8 +173,8 @@ def take_step(
 
 
 _IN_PLACE = (
-    "fusedrnn: the step {} changes {} in place, but backward takes it again from the old values; "
-    "change a copy instead, made by .clone()"
+    "fusedrnn: the step {} changes {} in place, where a step may be taken again from the old "
+    "values; change a copy instead, made by .clone()"
 )
 
 

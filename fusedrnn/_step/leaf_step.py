@@ -77,9 +77,10 @@ class LeafStep:
             rows = state[0].shape[0]
             for i, leaf in enumerate(leaves):
                 if not leaf.dim() or leaf.shape[0] != rows:
+                    way = "" if leaf.dim() else f"; .expand({rows}) gives each row its number"
                     raise ValueError(
                         f"fusedrnn: {structure.names('output')[i]} must have the batch size, "
-                        f"{rows}, as its first dimension, got shape {tuple(leaf.shape)}"
+                        f"{rows}, as its first dimension, got shape {tuple(leaf.shape)}{way}"
                     )
         kinds = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in leaves]
         if self.output is None:
@@ -96,7 +97,8 @@ class LeafStep:
             i = [a == b for a, b in zip(kinds, self._kinds, strict=True)].index(False)
             raise ValueError(
                 f"fusedrnn: all steps must return {structure.names('output')[i]} with the same "
-                f"shape, dtype and device: the first returned {self._kinds[i]}, got {kinds[i]}"
+                f"shape, dtype and device: the first returned {self._kinds[i]}, got {kinds[i]}; "
+                "pad or cast it in the step"
             )
         return leaves
 

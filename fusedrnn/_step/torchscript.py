@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .held_modules import Held, names_in
+from .held_modules import Held, is_array, names_in
 
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
@@ -42,6 +42,8 @@ def uses_torchscript(held: Held, modules: Iterable[nn.Module]) -> bool:
 
 
 def _values(container: Any) -> Iterable[Any]:
+    if is_array(container):
+        return ()
     return container.values() if isinstance(container, dict) else container
 
 

@@ -83,6 +83,8 @@ def _advice(leaf: Any) -> str:
     """What to do about a leaf that is no tensor."""
     if isinstance(leaf, torch.distributions.Distribution):
         return "return the distribution's parameters, and build the distribution outside the step"
+    if isinstance(leaf, bool | int | float):
+        return f"torch.full((batch,), {leaf}) has this number for each row"
     if dataclasses.is_dataclass(leaf):
         return (
             "make it a named tuple, or register its class by torch.utils._pytree.register_dataclass"

@@ -229,6 +229,13 @@ def test_steps_that_ask_whether_gradients_are_wanted(file: str) -> None:
     assert torch.is_grad_enabled is before
 
 
+def test_steps_that_draw_by_other_functions() -> None:
+    """What they draw is not a function of the seed and the step."""
+    for draw in (lambda h, x: h[:, torch.randperm(H)], lambda h, x: torch.poisson(h.abs() + 9)):
+        reason = refused(Cell(draw), torch.randn(3, 2, H), torch.zeros(2, H))
+        assert re.search(r"the step draws by aten\.\w+ from torch's own generator$", reason), reason
+
+
 def test_buffers_with_a_gradient() -> None:
     class Buffered(Cell):
         def __init__(self) -> None:

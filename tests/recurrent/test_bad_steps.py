@@ -1,4 +1,7 @@
-"""What wrong cells and wrong calls get: an error that names the tensor and the step."""
+"""What wrong cells and wrong calls get: an error that names the tensor and the step.
+
+Longer than 350 lines, because it is one list of mistakes.
+"""
 
 from __future__ import annotations
 
@@ -120,6 +123,31 @@ def test_outputs_that_change() -> None:
     x[3, 0, 0] = 6
     with pytest.raises(ValueError, match=r"return output with the same.*got \(\(3, 2\)"):
         fusedrnn.Recurrent(Cell(changes))(x, START)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"recompute": False}])
+def test_outputs_that_a_later_step_writes(options: dict[str, Any]) -> None:
+    """Whose steps a chunk would have copied with the numbers of its last one."""
+    count, writes = torch.zeros(1), True
+
+    def step(x: Tensor, h: Tensor, w: Tensor) -> Any:
+        if writes:
+            count.add_(1)
+        return count.expand(B, 1), x @ w
+
+    rnn = fusedrnn.Recurrent(Cell(step), **options)
+    with pytest.raises(RuntimeError, match="in place an output that the step at time 0 has ret"):
+        rnn(X, START)
+    with pytest.raises(RuntimeError, match="at time 0 of layer 1 has returned"):
+        fusedrnn.Recurrent([Cell(lambda x, h, w: x @ w), Cell(step)], **options)(X, [START] * 2)
+    count.zero_()
+    last, _ = fusedrnn.Recurrent(Cell(step), return_sequence=False, **options)(X, START)
+    assert last.unique().tolist() == [T]
+    writes = False
+    output, _ = rnn(X, START)
+    count.add_(1)
+    assert output.unique().tolist() == [T]
+    (output.sum() + rnn(X, START)[1].sum()).backward()
 
 
 def test_a_step_that_does_not_repeat() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from recurrent.loops import F64, By, check_same, double, linear, plain_loop
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -196,6 +197,9 @@ def test_forward_mode() -> None:
             without = forward_ad.unpack_dual(called(rnn, dual)(y)[0]).tangent
         outputs, _ = rnn(y)
     torch.testing.assert_close([*ours, without], [*loops, loops[1]], rtol=1e-10, atol=1e-10)
+    if hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):  # torch 2.11, which keeps the graph
+        outputs.sum().backward()
+        return
     with pytest.raises(RuntimeError, match=r"within torch.autograd.forward_ad.dual_level\(\), so"):
         outputs.sum().backward()
 

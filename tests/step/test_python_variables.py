@@ -147,6 +147,7 @@ CHANGES: dict[str, Any] = {
     ),
     "in slots": ("cell.seen.count += 1; h = cut(h, cell.seen.count)", {"seen": Slots()}),
     "in an array": ("cell.seen[0] += 1; h = cut(h, cell.seen[0])", {"seen": np.zeros(1)}),
+    "in an array of one number": ("cell.seen += 1; h = cut(h, cell.seen)", {"seen": np.zeros(())}),
     "in an object that a step makes": (
         "cell.seen = cell.seen or Object(); cell.seen.count += 1; h = cut(h, cell.seen.count)",
         {"seen": None},
