@@ -278,6 +278,8 @@ class StepsInPython:
             return "recompute=False"
         if self.is_scripted:
             return "it runs TorchScript"
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return "hooks of saved tensors are disabled, which checkpoints need"
         if any(map(is_lazy, self.weights)):
             return "lazy modules get their weights"
         if forward_ad._current_level >= 0 and hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):

@@ -26,7 +26,7 @@ from .python_steps import Chunk, PythonSteps, Taken, add_note
 from .python_variables import versions_of
 from .sequence_slices import Outputs, cut
 from .state_comparison import coarsest_eps, is_close
-from .step_changes import Before, Changes
+from .step_changes import Before, Changes, has_memory_of
 
 
 def take_all(
@@ -84,6 +84,7 @@ class _Checkpoints:
         # Of others autograd saves none: it would refuse the call.
         weights = [w for w in weights if not (is_lazy(w) or w.is_inference() or w.is_nested)]
         self._steps, self._changes = steps, Changes(steps.variables, weights)
+        self._weights = weights
         # As they are now, if somebody sets their data, too.
         self._kept = [w.detach() if type(w) in PLAIN else w for w in weights]
         self._gradients = [
@@ -122,6 +123,12 @@ class _Checkpoints:
         if again.error is not None or self._results.are_asked_for:
             self._raise(again)
         self._changes.note()
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            if kept.layout == torch.strided and not has_memory_of(weight, kept):
+                raise RuntimeError(
+                    f"fusedrnn: the step sets .data of a weight of shape {tuple(kept.shape)}, so "
+                    "backward cannot recompute it with the old one; pass recompute=False"
+                )
         self._random = generators.states(before)
         if seed.is_lent and not was_lent:
             before = seed.lent_states(before)
@@ -234,7 +241,11 @@ class _ChunkTaken:
         if self.is_dual and forward_ad._current_level < 0:
             raise RuntimeError(_NOT_DUAL)
         steps, node = self.steps, cast(Any, self.kept.grad_fn)
-        weights = node.saved_tensors  # an error if one has been written meanwhile
+        try:
+            weights = node.saved_tensors
+        except RuntimeError as error:
+            add_note(error, _WRITTEN)
+            raise
         noise = Noise(steps.call.seed, steps.call.layer)
         noise.draws_seed_again = self.draws_seed
         with (
@@ -274,7 +285,9 @@ class _ChunkTaken:
             names = [*self.steps.call.names.state, *["output"] * len(made)]
             for name, new, old in zip(names, made, first, strict=False):
                 if not is_close(new, old, self.eps):
-                    raise RuntimeError(self._not_again(name))
+                    is_users = all_outputs and name == "output"
+                    since = " (unless somebody has written to it since)" if is_users else ""
+                    raise RuntimeError(self._not_again(name + since))
 
     def _not_again(self, what: str) -> str:
         times, place = self.chunk.part, self.steps.call.place
@@ -299,6 +312,10 @@ def _tangent(leaf: Tensor) -> Tensor | None:
     return forward_ad.unpack_dual(leaf).tangent if forward_ad._current_level >= 0 else None
 
 
+_WRITTEN = (
+    "fusedrnn: backward recomputes the steps with the weights of forward, and one of a module that "
+    "the step holds has been changed in place since; recompute=False saves only what backward needs"
+)
 _NOT_DUAL = (
     "fusedrnn: the call was made within torch.autograd.forward_ad.dual_level(), so backward must "
     "run within it, too, since it recomputes the steps with their tangents; recompute=False keeps "

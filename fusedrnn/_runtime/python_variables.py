@@ -8,8 +8,9 @@ again, so it must find everything as it was, and leave everything as it found it
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from .._step.held_modules import Held, held_modules, is_array, is_of_user
+from .._step.held_modules import Held, held_modules, is_array
 from .variable_places import (
     CONTAINERS,
     MISSING,
@@ -101,7 +102,8 @@ class VariableState(NamedTuple):
         if isinstance(ours, set):
             return bool(ours == theirs)
         if isinstance(ours, dict):
-            return all(k in theirs and _are_same(v, theirs[k]) for k, v in ours.items())
+            is_same = all(map(_are_same, ours.values(), theirs.values()))
+            return is_same and [*ours] == [*theirs]  # in this order
         return all(map(_are_same, ours, theirs))
 
     def put_back(self) -> Any:
@@ -151,6 +153,8 @@ def _copy_of(container: Any) -> Any:
 
 def _fill(container: Any, entries: Any) -> None:
     if is_array(container):
+        if container.shape != entries.shape:
+            container.resize(entries.shape, refcheck=False)
         container[...] = entries
         return
     kind = _kind_of(container)
@@ -173,7 +177,11 @@ def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, VALUES) and a == b)
+    if a is b:
+        return True
+    if type(a) is not type(b) or not isinstance(a, VALUES):
+        return False
+    return repr(a) == repr(b) if isinstance(a, float) else bool(a == b)  # -0.0 is not 0.0
 
 
 VariableKey = tuple[int, str]
@@ -186,6 +194,8 @@ class Variables:
 
     def __init__(self, modules: Sequence[nn.Module], held: Held) -> None:
         """Of modules and objects, around functions, and in containers."""
+        self.are_changing = False
+        """Whether steps have changed one, so that backward exchanges them."""
         self._spaces: list[Namespace] = []
         self._known: dict[int, Any] = {}
         self._add(modules, held)
@@ -195,7 +205,6 @@ class Variables:
 
     def _add(self, modules: Iterable[nn.Module], held: Held) -> None:
         modules, objects = self._new(modules), self._new(held.objects)
-        kinds = dict.fromkeys(kind for one in (*modules, *objects) for kind in type(one).__mro__)
         spaces = [
             space
             for module in modules
@@ -204,11 +213,13 @@ class Variables:
             for space in of_module(module)
         ]
         spaces += [space for one in objects for space in of_object(one)]
-        spaces += map(of_class, self._new(filter(is_of_user, kinds)))
+        spaces += map(of_class, self._new(held.classes))
         spaces += around(self._new(held.functions))
         self._spaces += [space for space in spaces if space.only is None or space.items()]
         direct = {id(value) for space in self._spaces for _, value in space.items()}
-        if inner := self._new(one for one in held.containers if id(one) not in direct):
+        # Which may be known as objects with attributes, too.
+        if inner := [one for one in held.containers if id(one) not in direct]:
+            self._known.update((id(one), one) for one in inner)
             self._spaces.append(
                 Namespace("a container that the step holds", dict(enumerate(inner)))
             )
@@ -269,7 +280,14 @@ class Variables:
 
     @contextmanager
     def exchanged(self, then: VariableStates) -> Iterator[None]:
-        """Within, variables have the states of another time, and afterwards those of now."""
+        """Within, variables have the states of another time, and afterwards those of now.
+
+        One thread does so at a time: another one would take these states for those of now.
+        """
+        with _EXCHANGING if self.are_changing else nullcontext():
+            yield from self._exchanged(then)
+
+    def _exchanged(self, then: VariableStates) -> Iterator[None]:
         now = self.values(then)
         wanted = [(key, then.get(key, _NOTHING)) for key in self.other(now, then)]
         # Containers that are in no variable any more get back what they have now.
@@ -297,3 +315,4 @@ class Variables:
 
 
 _NOTHING = VariableState.of(MISSING)
+_EXCHANGING = threading.RLock()

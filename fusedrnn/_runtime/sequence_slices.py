@@ -119,6 +119,7 @@ class Outputs:
         """Whether all steps have been taken, and some again already before."""
         self._refs: list[TensorWeakRef] = []
         self._versions: tuple[int, ...] = ()
+        self._places: list[Any] = []
 
     def add(self, place: slice, outputs: Leaves) -> None:
         if not self._call.returns_sequence:
@@ -146,11 +147,19 @@ class Outputs:
         both = zip(sequences, parts, strict=True)
         made = tuple(Join.apply(sequence, *some) for sequence, some in both)
         self._refs, self._versions = list(map(TensorWeakRef, made)), versions_of(made)
+        self._places = list(map(_place_of, made))
         return made
 
     def part(self, place: slice) -> Leaves:
         """Those of some steps, if somebody has them still, and as they were."""
         outputs = [ref() for ref in self._refs]
-        known = [leaf[place] for leaf in outputs if leaf is not None]
-        is_same = len(known) == len(outputs) and versions_of(known) == self._versions
-        return tuple(known) if known and is_same else ()
+        known = [leaf for leaf in outputs if leaf is not None]
+        is_same = versions_of(known) == self._versions
+        if not (is_same and list(map(_place_of, known)) == self._places):
+            return ()
+        return tuple([leaf[place] for leaf in known])
+
+
+def _place_of(leaf: Tensor) -> tuple[Any, ...]:
+    """Another one after ``leaf.data = ...`` and after resizing, neither of which has a version."""
+    return leaf.shape, leaf.untyped_storage().data_ptr()

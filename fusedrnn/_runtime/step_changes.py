@@ -42,7 +42,7 @@ class _Weight:
     def tensor(self, kept: Tensor) -> tuple[Tensor, bool]:
         """It, and whether it is another one than in forward, which is gone or has changed."""
         first = self._ref()
-        if first is not None and first.requires_grad == self.needs and _are_same(first, kept):
+        if first is not None and first.requires_grad == self.needs and has_memory_of(first, kept):
             return first, False
         make = nn.Parameter if self._is_parameter else Tensor.requires_grad_
         return make(kept.detach(), self.needs), True
@@ -122,7 +122,7 @@ class _Copy:
             return False
 
 
-def _are_same(a: Tensor, b: Tensor) -> bool:
+def has_memory_of(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same memory."""
     return a is b or (
         type(b) in PLAIN
@@ -173,7 +173,9 @@ class Changes:
                     self._written.add(id(tensor))
         self._written |= self._found_written()
         states = self._variables.values(self._now)
-        if changed := self._variables.other(states, self._now):
+        changed = self._variables.other(states, self._now)
+        self._variables.are_changing |= bool(changed or self._written)
+        if changed:
             found = self._variables.grow(states, changed)  # as far as is known they were so before
             self._now, kept = {**states, **found}, self._with_placeholders(found)
             for earlier in (self._first, *(before.states_then for before in self._befores)):

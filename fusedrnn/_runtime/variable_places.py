@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from .._step.held_modules import names_in, slots_of
+from .._step.held_modules import attributes_of_class, names_in, slots_of
 from .._step.replicas import names_of_torch
 
 MISSING = object()
@@ -32,12 +32,14 @@ class Namespace(NamedTuple):
     without: frozenset[str] = frozenset()
     """Others that do not count."""
     holds: str = "attributes"
-    """Or "parameters", "buffers" or "modules" of a module."""
+    """Or "parameters", "buffers" or "modules" of a module, or those of a "class"."""
     owner: Any = None
     """Of attributes that are in no dict: an object with ``__slots__``, or a class."""
 
     def items(self) -> list[tuple[Any, Any]]:
-        """Names and values; a class or an object with ``__slots__`` may lack one."""
+        """Names and values; an object with ``__slots__`` may lack one."""
+        if self.holds == "class":
+            return attributes_of_class(self.owner)
         if self.only is not None:
             is_all = self.owner is not None
             names = [name for name in self.only if is_all or name in self.variables]
@@ -53,7 +55,10 @@ class Namespace(NamedTuple):
 
     def read(self, name: str) -> Any:
         if self.owner is not None:
-            return getattr(self.owner, name, MISSING)
+            try:
+                return object.__getattribute__(self.owner, name)
+            except AttributeError:
+                return MISSING
         value = self.variables.get(name, MISSING)
         if isinstance(value, CellType):
             try:
@@ -65,10 +70,12 @@ class Namespace(NamedTuple):
     def write(self, name: str, value: Any) -> None:
         old = self.variables.get(name)
         if self.owner is not None:
+            # Not by methods of the user's, which may refuse, as those of frozen dataclasses.
+            kind: Any = type if self.holds == "class" else object
             if value is MISSING:
-                delattr(self.owner, name)
+                kind.__delattr__(self.owner, name)
             else:
-                setattr(self.owner, name, value)
+                kind.__setattr__(self.owner, name, value)
         elif isinstance(old, CellType):
             if value is MISSING:
                 del old.cell_contents
@@ -94,16 +101,15 @@ def of_module(module: nn.Module) -> list[Namespace]:
 def of_object(one: Any) -> list[Namespace]:
     name = f"the attribute {{!r}} of a {type(one).__name__}"
     in_slots = Namespace(name, {}, slots_of(one), owner=one)
-    return [Namespace(name, vars(one)), in_slots] if hasattr(one, "__dict__") else [in_slots]
+    try:
+        return [Namespace(name, object.__getattribute__(one, "__dict__")), in_slots]
+    except AttributeError:
+        return [in_slots]
 
 
 def of_class(kind: type) -> Namespace:
-    names = [
-        name
-        for name, value in vars(kind).items()
-        if isinstance(value, (*VALUES, *CONTAINERS, Tensor)) and not name.startswith("__")
-    ]
-    return Namespace(f"the attribute {{!r}} of the class {kind.__name__}", {}, names, owner=kind)
+    name = f"the attribute {{!r}} of the class {kind.__name__}"
+    return Namespace(name, {}, holds="class", owner=kind)
 
 
 def around(functions: Iterable[FunctionType]) -> Iterator[Namespace]:

@@ -21,13 +21,17 @@ from .replicas import names_of_torch
 
 _DEEPEST = 3
 """Objects inside of each other that are looked into; behind them is the rest of the program."""
+_OF_MODULES = 1
+"""How deep the attributes of modules are, and what their methods read."""
 _MOST = 10_000
 """Values that are looked at in all."""
 _LONGEST = 1000
 """Containers with more elements hold data, no modules."""
 
+_OTHERS = ("torch", "fusedrnn", "numpy", "builtins", "collections", "abc", "typing", "enum")
+"""Packages whose classes have no variables of a step."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SKIPPED: tuple[Any, ...] = (*_PLAIN, type, ModuleType, *weakref.ProxyTypes)
+_SKIPPED: tuple[Any, ...] = (*_PLAIN, ModuleType, *weakref.ProxyTypes)
 
 
 class Held(NamedTuple):
@@ -41,6 +45,8 @@ class Held(NamedTuple):
     """That are held by themselves, not by their modules; and others that have gradients."""
     objects: list[Any]
     """Others that have attributes."""
+    classes: list[type]
+    """Of the user's modules and objects, and others that functions name."""
     containers: list[Any]
     """Lists, dicts and sets, and arrays of NumPy."""
     generators: list[Any]
@@ -50,7 +56,7 @@ class Held(NamedTuple):
 def held_modules(step: Any) -> Held:
     """What a step holds."""
     modules: dict[nn.Module, None] = {}
-    held = Held([], [], [], [], [], [])
+    held = Held([], [], [], [], [], [], [])
     seen: set[int] = set()
 
     # No function that calls itself: that is a cycle, which would keep all this until gc runs.
@@ -59,7 +65,7 @@ def held_modules(step: Any) -> Held:
     while True:
         if not waiting:  # methods that functions name
             for name in sorted(names & methods.keys()):
-                waiting += [(method, _DEEPEST - 1) for method in methods.pop(name)]
+                waiting += [(method, _OF_MODULES) for method in methods.pop(name)]
         if not waiting:
             break
         value, depth = waiting.pop()
@@ -73,10 +79,15 @@ def held_modules(step: Any) -> Held:
         inner: Collection[Any]
         if isinstance(value, nn.Module):
             modules[value] = None
-            inner, depth = _hidden_in(value), _DEEPEST - 1
-            for kind in dict.fromkeys(map(type, value.modules())):
-                for name, method in _methods_of(kind):
-                    methods.setdefault(name, []).append(method)
+            kinds = dict.fromkeys(map(type, value.modules()))
+            inner, depth = [*_hidden_in(value), *kinds], _OF_MODULES
+        elif isinstance(value, type):
+            if not is_of_user(value):
+                continue
+            held.classes.append(value)
+            for name, method in _methods_of(value):
+                methods.setdefault(name, []).append(method)
+            inner = [*value.__bases__, *(one for _, one in attributes_of_class(value))]
         elif isinstance(value, MethodType):
             inner = (value.__self__, value.__func__)
         elif isinstance(value, BuiltinFunctionType):
@@ -93,6 +104,9 @@ def held_modules(step: Any) -> Held:
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             inner = value.values() if isinstance(value, dict) else value
             held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
+            if is_of_user(type(value)) and len(inner) <= _LONGEST:  # which may have attributes
+                held.objects.append(value)
+                inner = [*inner, *attributes_of(value), type(value)]
         elif is_array(value):
             held.containers.append(value)
             continue
@@ -100,7 +114,7 @@ def held_modules(step: Any) -> Held:
             held.generators.append(value)
             continue
         elif depth < _DEEPEST:
-            inner, depth = _attributes(value), depth + 1
+            inner, depth = [*attributes_of(value), type(value)], depth + 1
             held.objects.extend([value] if is_of_user(type(value)) else [])
         else:
             continue
@@ -120,7 +134,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_of_user(kind: type) -> bool:
-    return str(kind.__module__).split(".")[0] not in ("torch", "fusedrnn", "numpy", "builtins")
+    return str(kind.__module__).split(".")[0] not in _OTHERS
 
 
 def _hidden_in(module: nn.Module) -> list[Any]:
@@ -143,12 +157,19 @@ def _hidden_in(module: nn.Module) -> list[Any]:
 
 
 def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Of a class of the user's, also those that a class above has by the same name."""
-    for one in filter(is_of_user, kind.__mro__):
-        for name, value in vars(one).items():
-            function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-            if isinstance(function, FunctionType):
-                yield name, function
+    for name, value in vars(kind).items():
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            yield name, function
+
+
+def attributes_of_class(kind: type) -> list[tuple[str, Any]]:
+    """What a class itself holds besides methods and what describes it."""
+    return [
+        (name, value)
+        for name, value in list(vars(kind).items())
+        if not name.startswith(("__", "_fusedrnn_")) and not hasattr(type(value), "__get__")
+    ]
 
 
 def _contents(function: FunctionType) -> list[Any]:
@@ -170,7 +191,7 @@ def _globals_of(function: FunctionType) -> list[Any]:
     ]
 
 
-def _attributes(value: Any) -> list[Any]:
+def attributes_of(value: Any) -> list[Any]:
     """What an object holds, and the function that a call of it is."""
     values: list[Any] = []
     with suppress(AttributeError):
@@ -186,7 +207,9 @@ def slots_of(value: Any) -> list[str]:
     found: list[str] = []
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{kind.__name__.lstrip('_')}{name}" if is_private else name)
     return [name for name in found if not name.startswith("__")]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .held_modules import Held, is_array, names_in
+from .held_modules import Held, attributes_of, is_array, names_in
 
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
@@ -23,7 +23,7 @@ def uses_torchscript(held: Held, modules: Iterable[nn.Module]) -> bool:
     """
     waiting: list[Any] = [*modules, *held.functions, *dict.fromkeys(map(type, held.objects))]
     waiting += [value for one in held.containers for value in _values(one)]
-    waiting += [value for one in held.objects for value in getattr(one, "__dict__", {}).values()]
+    waiting += [value for one in held.objects for value in attributes_of(one)]
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()

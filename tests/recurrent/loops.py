@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -146,18 +147,19 @@ class Unseen:
     """A value of which nobody finds out that a step changes it, or somebody between two calls."""
 
     def __init__(self, value: Any) -> None:
-        _UNSEEN[id(self)] = value
+        self._held = SimpleQueue[Any]()  # which shows nobody what it holds
+        self._held.put(value)
 
     @property
     def value(self) -> Any:
-        return _UNSEEN[id(self)]
+        value = self._held.get()
+        self._held.put(value)
+        return value
 
     @value.setter
     def value(self, value: Any) -> None:
-        _UNSEEN[id(self)] = value
-
-
-_UNSEEN: dict[int, Any] = {}
+        self._held.get()
+        self._held.put(value)
 
 
 class By(nn.Module):

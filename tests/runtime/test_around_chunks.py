@@ -72,6 +72,34 @@ def test_two_threads_pass_one_graph_backward() -> None:
         torch.testing.assert_close(gradients, expected)
 
 
+def test_two_threads_pass_calls_of_a_counting_cell_backward() -> None:
+    """Each finds the count that its steps had, and leaves that of now."""
+
+    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
+        c.count += 1
+        return torch.tanh(c.linear(h) + x) * (1 if c.count % 3 else 0.5)
+
+    cell, x = By(step, linear=linear(H), count=0), double(T, B, H)
+    rnn, found = never(cell, chunk_size=2), [[], []]
+    calls = [[rnn(x, START)[0].square().sum() for _ in range(10)] for _ in found]
+    cell.count, expected = 0, []
+    for _ in range(20):
+        expected.append(torch.autograd.grad(plain_loop(cell, x, START)[0].square().sum(), x))
+
+    def work(some: list[Tensor], gradients: list[Any]) -> None:
+        for loss in some:
+            gradients.append(torch.autograd.grad(loss, x))
+
+    both = zip(calls, found, strict=True)
+    threads = [threading.Thread(target=work, args=one) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close([*found[0], *found[1]], expected)
+    assert cell.count == 20 * T
+
+
 def test_hooks_of_saved_tensors_have_the_weights() -> None:
     """Here they keep copies, so that a change of the weights before backward does not matter."""
     cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)

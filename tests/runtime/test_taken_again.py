@@ -159,6 +159,51 @@ def test_outputs_that_are_conjugate_views() -> None:
         y.abs().sum().backward()
 
 
+def test_outputs_that_somebody_has_written() -> None:
+    """They tell nothing of the step, whose own results are compared instead."""
+    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
+    expected = torch.autograd.grad(plain_loop(cell, x, ZEROS)[0].sum(), x)
+    for change in (
+        lambda y: setattr(y, "data", torch.empty(1, dtype=F64)),
+        lambda y: y.untyped_storage().resize_(0),
+    ):
+        output, _ = fusedrnn.Recurrent(cell)(x, ZEROS)
+        loss = output.sum()
+        change(output)
+        torch.testing.assert_close(torch.autograd.grad(loss, x), expected)
+    output, _ = fusedrnn.Recurrent(cell)(x, ZEROS)
+    output.data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"output \(unless somebody has written to it since\)"):
+        output.sum().backward()
+
+
+def test_weights_that_are_written_without_a_trace() -> None:
+    def step(c: Any, x: Tensor, h: Tensor) -> Tensor:
+        h = torch.tanh(x + h * c.weight)
+        c.weight.data = 0.5 * c.weight.data
+        return h
+
+    cell = By(step, weight=nn.Parameter(torch.ones(H, dtype=F64)))
+    with pytest.raises(RuntimeError, match=r"sets .data of a weight of shape \(4,\), so backward"):
+        fusedrnn.Recurrent(cell)(double(T, B, H), ZEROS)
+
+    unused = By(lambda c, x, h: torch.tanh(x + h), weight=nn.Parameter(torch.ones(H, dtype=F64)))
+    output, _ = fusedrnn.Recurrent(unused)(double(T, B, H), ZEROS)
+    with torch.no_grad():
+        unused.weight.add_(1)
+    with pytest.raises(RuntimeError) as raised:
+        output.sum().backward()
+    assert "with the weights of forward, and one" in "".join(raised.value.__notes__)
+
+
+def test_where_hooks_of_saved_tensors_are_disabled() -> None:
+    cell, x = nn.GRUCell(H, H, dtype=F64), double(T, B, H)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        output, _ = fusedrnn.Recurrent(cell)(x, ZEROS)
+    expected = torch.autograd.grad(plain_loop(cell, x, ZEROS)[0].sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), x), expected)
+
+
 @pytest.mark.parametrize("empty", [None, (), {}])
 @pytest.mark.parametrize("return_sequence", [True, False])
 def test_steps_without_output(return_sequence: bool, empty: Any) -> None:

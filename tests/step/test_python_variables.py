@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,6 +36,38 @@ class Slots:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+class Tally:
+    """A class that steps name, a list with attributes, or an object in an object: all of them."""
+
+    total = 0
+    inner = Object()
+    lists: ClassVar[dict[str, list[int]]] = {"n": []}
+
+
+class Listed(list[int]):
+    count = 0
+
+
+@dataclass(frozen=True)
+class Frozen:
+    __slots__ = ("__count",)
+
+    def add(self) -> int:
+        object.__setattr__(self, "_Frozen__count", getattr(self, "_Frozen__count", 0) + 1)
+        return self.count
+
+    @property
+    def count(self) -> int:
+        return getattr(self, "_Frozen__count", 0)
+
+
+class Ticking:
+    def tick(self) -> int:
+        global ticks
+        ticks = ticks % SEQ_LEN + 1
+        return ticks
 
 
 COUNTS = [0]
@@ -65,8 +99,13 @@ class Cell(nn.Module):
         """Of the attributes now."""
         names = [name for name in ("times", *self.attributes) if name in vars(self)]
         values = {name: getattr(self, name) for name in names}
-        objects = (Object, Slots)
-        return {n: v.count if isinstance(v, objects) else v for n, v in values.items()}
+        objects = (Object, Slots, Listed, Frozen)
+        others = (SimpleNamespace, Ticking)
+        return {
+            name: value.count if isinstance(value, objects) else value
+            for name, value in values.items()
+            if not isinstance(value, others)
+        }
 
     def tick(self) -> int:
         global ticks
@@ -132,7 +171,40 @@ AVERAGED = "cell.mean = 0.9 * cell.mean + 0.1 * h.detach().mean(0); h = h + cell
 MADE_LATE = """cell.__dict__.setdefault("times", 0)
 cell.times += 1
 h = h * cell.times"""
+ROUND = """key = next(iter(cell.seen))
+cell.seen[key] = cell.seen.pop(key)
+h = cut(h, key)"""
 CHANGES: dict[str, Any] = {
+    "in an object in an object": (
+        "cell.seen.of.count += 1; cell.times = cell.seen.of.count; h = cut(h, cell.times)",
+        {"seen": SimpleNamespace(of=SimpleNamespace(count=0))},
+    ),
+    "of a class that the step names": (
+        "Tally.total = Tally.total % SEQ_LEN + 1; h = cut(h, Tally.total)",
+        {},
+    ),
+    "in an object that a class holds": (
+        "Tally.inner.count = Tally.inner.count % SEQ_LEN + 1; h = cut(h, Tally.inner.count)",
+        {},
+    ),
+    "in containers of a class": (
+        "n = Tally.lists['n']; n.append(1); n = cell.times = len(n) % SEQ_LEN; h = cut(h, n + 1)",
+        {},
+    ),
+    "an attribute of a list": (
+        "cell.seen.count += 1; h = cut(h, cell.seen.count)",
+        {"seen": Listed([1])},
+    ),
+    "in a private slot of a frozen object": ("h = cut(h, cell.seen.add())", {"seen": Frozen()}),
+    "by a method of an object": ("h = cut(h, cell.seen.tick())", {"seen": Ticking()}),
+    "the order of a dict": (
+        f"{ROUND}; cell.times = [*cell.seen]",
+        {"seen": {5: 0, 6: 0, 4: 0}},
+    ),
+    "the sign of zero": (
+        "cell.seen = -cell.seen; h = cut(h, 1 if str(cell.seen)[0] == '-' else 4)",
+        {"seen": 0.0},
+    ),
     "a list that is set anew, but not at the first step": (
         NOW_AND_THEN,
         {"counts": {"steps": 0}, "seen": []},
