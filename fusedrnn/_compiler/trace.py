@@ -68,7 +68,7 @@ def trace(step: FlatStep) -> Traced:
         raise
     except Exception as error:
         raise CannotCompile(_reason(error)) from error
-    _check_sizes(made.graph)
+    _check_nodes(made.graph)
     made.graph.eliminate_dead_code()
     (results,) = next(node for node in made.graph.nodes if node.op == "output").args
     if not all(isinstance(node, fx.Node) for node in results):
@@ -76,9 +76,11 @@ def trace(step: FlatStep) -> Traced:
     return of_graph(Operations.of(made, made.graph), step)
 
 
-def _check_sizes(graph: fx.Graph) -> None:
-    """Refuses sizes that numbers decide, of which a program would have those of the trace."""
+def _check_nodes(graph: fx.Graph) -> None:
+    """Refuses what a program would have of the trace alone: sizes that numbers decide, branches."""
     for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise CannotCompile(f"torch.{node.target.name()} is not supported{line_of(node)}")
         if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
             continue
         tensors = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]

@@ -60,7 +60,7 @@ _SAID = [
 
 _WAYS_OUT = [
     (
-        r"data-dependent branching|Python code depends on|looks at values of tensors",
+        r"data-dependent branching|Python code depends on|looks at values of tensors|torch\.cond ",
         "choose by torch.where instead of by a tensor's value in Python",
     ),
     (

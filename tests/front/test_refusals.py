@@ -236,6 +236,14 @@ def test_steps_that_draw_by_other_functions() -> None:
         assert re.search(r"the step draws by aten\.\w+ from torch's own generator$", reason), reason
 
 
+def test_branches_by_torch_cond() -> None:
+    def function(h: Tensor, x: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 9, lambda y: y * 2, lambda y: y.sin(), (h,))
+
+    reason = refused(Cell(function), torch.randn(3, 2, H), torch.zeros(2, H))
+    assert re.search(r"torch.cond is not supported \(test_refusals.py:\d+\)", reason), reason
+
+
 def test_buffers_with_a_gradient() -> None:
     class Buffered(Cell):
         def __init__(self) -> None:
