@@ -84,7 +84,11 @@ _WAYS_OUT = [
         r"the step draws by aten\.",
         "draw by torch.rand, randn, multinomial, dropout or others that docs/any-cells.md names",
     ),
-    (r"has a forward hook", "remove the hook, or weight_norm of before torch 2.0, which is one"),
+    (
+        r"has a forward hook",
+        "remove the hook (torch.nn.utils.weight_norm is one; that of "
+        "torch.nn.utils.parametrizations is none)",
+    ),
     (
         r"with a batch of \d+ the step raises",
         "make a tensor with a row for each sequence a part of the state",

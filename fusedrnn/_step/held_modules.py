@@ -28,7 +28,7 @@ _MOST = 10_000
 _LONGEST = 1000
 """Containers with more elements hold data, no modules."""
 
-_OTHERS = ("torch", "fusedrnn", "numpy", "builtins", "collections", "abc", "typing", "enum")
+_OTHERS = ("torch", "fusedrnn", "numpy", "builtins", "abc", "typing", "enum")
 """Packages whose classes have no variables of a step."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SKIPPED: tuple[Any, ...] = (*_PLAIN, ModuleType, *weakref.ProxyTypes)
@@ -104,7 +104,8 @@ def held_modules(step: Any) -> Held:
         elif isinstance(value, dict | list | tuple | set | frozenset | deque):
             inner = value.values() if isinstance(value, dict) else value
             held.containers.extend([] if isinstance(value, tuple | frozenset) else [value])
-            if is_of_user(type(value)) and len(inner) <= _LONGEST:  # which may have attributes
+            is_own = is_of_user(type(value)) and type(value).__module__ != "collections"
+            if is_own and len(inner) <= _LONGEST:  # one of its own class may have attributes
                 held.objects.append(value)
                 inner = [*inner, *attributes_of(value), type(value)]
         elif is_array(value):

@@ -84,7 +84,7 @@ def _advice(leaf: Any) -> str:
     if isinstance(leaf, torch.distributions.Distribution):
         return "return the distribution's parameters, and build the distribution outside the step"
     if isinstance(leaf, bool | int | float):
-        return f"torch.full((batch,), {leaf}) has this number for each row"
+        return f"torch.full(size, {leaf}) makes it a tensor, with this number for each row"
     if dataclasses.is_dataclass(leaf):
         return (
             "make it a named tuple, or register its class by torch.utils._pytree.register_dataclass"

@@ -6,7 +6,7 @@ Longer than 350 lines, because it is one list of such changes.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict, deque
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ class Slots:
 
 
 class Tally:
-    """A class that steps name, a list with attributes, or an object in an object: all of them."""
+    """A class that steps name."""
 
     total = 0
     inner = Object()
@@ -64,12 +64,13 @@ class Frozen:
 
 
 class Ticking:
-    def tick(self) -> int:
-        global ticks
-        ticks = ticks % SEQ_LEN + 1
-        return ticks
+    def count_up(self) -> int:
+        global counted
+        counted = counted % SEQ_LEN + 1
+        return counted
 
 
+counted = 0
 COUNTS = [0]
 """Of this Python module."""
 
@@ -100,7 +101,7 @@ class Cell(nn.Module):
         names = [name for name in ("times", *self.attributes) if name in vars(self)]
         values = {name: getattr(self, name) for name in names}
         objects = (Object, Slots, Listed, Frozen)
-        others = (SimpleNamespace, Ticking)
+        others = (SimpleNamespace, Ticking, UserDict)
         return {
             name: value.count if isinstance(value, objects) else value
             for name, value in values.items()
@@ -196,7 +197,11 @@ CHANGES: dict[str, Any] = {
         {"seen": Listed([1])},
     ),
     "in a private slot of a frozen object": ("h = cut(h, cell.seen.add())", {"seen": Frozen()}),
-    "by a method of an object": ("h = cut(h, cell.seen.tick())", {"seen": Ticking()}),
+    "by a method of an object": ("h = cut(h, cell.seen.count_up())", {"seen": Ticking()}),
+    "an attribute of an object of collections": (
+        "cell.seen.data = {0: cell.seen[0] + 1}; cell.times = cell.seen[0]; h = cut(h, cell.times)",
+        {"seen": UserDict({0: 0})},
+    ),
     "the order of a dict": (
         f"{ROUND}; cell.times = [*cell.seen]",
         {"seen": {5: 0, 6: 0, 4: 0}},
