@@ -33,7 +33,20 @@ class WithLines(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.higher_order.autograd_function_apply:
             return _by_derivative(*args)
+        if target is torch.cosine_similarity:
+            return _cosine_similarity(*args, **kwargs)
         return super().call_function(target, args, kwargs)
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """torch raises norms to eps where autograd does not see it, so their derivatives stay."""
+    if x1.dtype != x2.dtype or not x1.is_floating_point():
+        return torch.cosine_similarity(x1, x2, dim, eps)
+    parts = []
+    for x in torch.broadcast_tensors(x1, x2):
+        norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        parts.append(x / (norm + (norm.clamp_min(eps) - norm).detach()))
+    return (parts[0] * parts[1]).sum(dim)
 
 
 def _by_derivative(forward: Any, backward: Any, *given: Any) -> Any:

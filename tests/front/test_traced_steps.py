@@ -65,6 +65,23 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[TracedStep]:
     return found
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e-12])
+def test_cosine_similarity_of_short_vectors(scale: float) -> None:
+    """Of norms below its eps, whose derivatives torch takes nevertheless."""
+
+    class Compared(nn.Module):
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            cosine = nn.functional.cosine_similarity(x, h[:, :1], dim=-1) + 1
+            return (
+                torch.tanh(h) + nn.functional.cosine_similarity(x, x, -1)[:, None] + cosine[:, None]
+            )
+
+    x, h = given()
+    with interpreted():
+        rnn = fusedrnn.Recurrent(Compared(), compile="require")
+        check(rnn, (x.detach() * scale).requires_grad_(), h)
+
+
 def new_class() -> type[Scaled]:
     """Of which no cell has been traced."""
     return type("Own", (Scaled,), {})
